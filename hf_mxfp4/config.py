@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP4Config: what to quantize and how. Validated at construction, stored in config.json, read back without loss."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import torch
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_mxfp4 import reference
+from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS
+from hf_mxfp4.formats import FORMATS, BlockFormat, QuantizedTensor
+from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
+
+QUANT_METHOD = "hf_mxfp4"
+FORMAT_VERSION = 1  # of the fields below as stored in config.json
+_COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_OVERRIDE_KEYS = ("format", "scale_rule", "search", "global_scale", "iterations")
+
+
+class Recipe(NamedTuple):
+    """How one module is quantized: a format, a scale rule and the rule's options."""
+
+    format: BlockFormat
+    scale_rule: str
+    options: ScaleOptions
+
+    def quantize(self, weight: torch.Tensor, name: str = "weight", channel_weights=None) -> QuantizedTensor:
+        """Quantize `weight` `[..., K]` by this recipe; see `reference.quantize`."""
+        return reference.quantize(weight, self.format, self.scale_rule, self.options, channel_weights, name)
+
+
+class FP4Config(QuantizationConfigMixin):
+    """How `from_pretrained` quantizes a model to 4-bit floating point, or how a checkpoint was quantized.
+
+    Args:
+        format (`str`, defaults to `"nvfp4"`):
+            `"nvfp4"` (blocks of 16, E4M3 scales, 4.5 bits a weight) or `"mxfp4"` (blocks of 32, power-of-two scales,
+            4.25 bits).
+        scale_rule (`str`, defaults to `"soar"`):
+            How block scales are chosen: a key of `hf_mxfp4.scales.SCALE_RULES` that works for the format.
+        search (`str` or `int`, defaults to `"full"`):
+            For `soar`: `"full"` finds the best representable scale of every block; an int looks at that many scales
+            either side of the closed-form one.
+        global_scale (`str`, defaults to `"power_of_two"`):
+            For `soar` with NVFP4: the tensor scale is a power of two, or `"free"` (closed form).
+        iterations (`int`, defaults to 10): most rounds of `soar`.
+        modules_to_not_convert (`list[str]`, *optional*):
+            Modules to leave in full precision, beside those always left: output head, tied embeddings, routers,
+            modules the model keeps in float32. Names, name prefixes, suffixes or regexes, as in transformers.
+        overrides (`dict[str, dict | str]`, *optional*):
+            Regex over module names (`re.search`, first match wins) to `"skip"`, or to a dict of other values for
+            `format`, `scale_rule`, `search`, `global_scale`, `iterations`. `{}` packs a module that would be left.
+        compute_dtype (`torch.dtype` or `str`, *optional*):
+            Dtype in which packed layers multiply (bfloat16, float16, float32); the activations' own if not given.
+        layout (`str`, defaults to `"auto"`):
+            How `save_pretrained` stores: `"portable"` (compressed-tensors, read by vLLM and plain transformers too),
+            `"own"`, or `"auto"`: portable wherever every reader gets the right numbers.
+        on_unsupported (`str`, defaults to `"error"`):
+            Modules that cannot be packed: `"error"`, or `"keep"` them in full precision and warn with their list.
+        dequantize (`bool`, defaults to `False`): load a quantized checkpoint as a plain full-precision model.
+        backend (`str`, defaults to `"auto"`):
+            `"triton"`, `"torch"`, or `"auto"`: Triton on GPUs, torch on CPU.
+
+    Raises:
+        ValueError: for unknown names and impossible combinations, with what is allowed.
+        TypeError: for unknown arguments.
+
+    Example:
+        >>> config = FP4Config(format="mxfp4", overrides={r"layers\\.0\\.": {"format": "nvfp4"}, "lm_head": "skip"})
+        >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", quantization_config=config)
+    """
+
+    def __init__(
+        self,
+        format: str = "nvfp4",
+        scale_rule: str = "soar",
+        search: str | int = "full",
+        global_scale: str = "power_of_two",
+        iterations: int = 10,
+        modules_to_not_convert: list[str] | None = None,
+        overrides: dict[str, dict | str] | None = None,
+        compute_dtype: torch.dtype | str | None = None,
+        layout: str = "auto",
+        on_unsupported: str = "error",
+        dequantize: bool = False,
+        backend: str = "auto",
+        **unknown,
+    ):
+        if unknown:
+            raise TypeError(_unknown_names("FP4Config got unknown arguments", unknown, FIELDS))
+        self.quant_method = QUANT_METHOD
+        self.format, self.scale_rule = format, scale_rule
+        self.search, self.global_scale, self.iterations = search, global_scale, iterations
+        self.modules_to_not_convert, self.overrides = modules_to_not_convert, overrides
+        self.compute_dtype = _COMPUTE_DTYPES.get(compute_dtype, compute_dtype) if compute_dtype else None
+        self.layout, self.on_unsupported = layout, on_unsupported
+        self.dequantize, self.backend = dequantize, backend
+        self.stored: dict | None = None  # the other reader's part of quantization_config, once a model is portable
+        self.requested: FP4Config | None = None  # what a user passed beside a quantized checkpoint
+        self.post_init()
+
+    def post_init(self) -> None:
+        """Check every field; see the class docstring for what is allowed."""
+        _check_choice("format", self.format, FORMATS)
+        _check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        _check_choice("on_unsupported", self.on_unsupported, ("error", "keep"))
+        _check_choice("backend", self.backend, ("auto", "triton", "torch"))
+        if not isinstance(self.dequantize, bool):
+            raise ValueError(f"dequantize={self.dequantize!r} is not a bool.")
+        if self.compute_dtype is not None and self.compute_dtype not in _COMPUTE_DTYPES.values():
+            raise ValueError(f"compute_dtype={self.compute_dtype!r}; allowed: None, {', '.join(_COMPUTE_DTYPES)}.")
+        skip = self.modules_to_not_convert
+        if skip is not None and not (isinstance(skip, (list, tuple)) and all(isinstance(name, str) for name in skip)):
+            raise ValueError(f"modules_to_not_convert={skip!r} is not a list of strings.")
+        _check_recipe(self.format, self.scale_rule, self.search, self.global_scale, self.iterations)
+        if self.overrides is not None and not isinstance(self.overrides, dict):
+            raise ValueError(f'overrides={self.overrides!r} is not a dict of regex to "skip" or a dict.')
+        for pattern, override in (self.overrides or {}).items():
+            self._check_override(pattern, override)
+
+    def _check_override(self, pattern: str, override: dict | str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"overrides: {pattern!r} is not a regular expression: {error}.") from error
+        if override == "skip":
+            return
+        if not isinstance(override, dict):
+            raise ValueError(f'overrides[{pattern!r}]={override!r}; allowed: "skip" or a dict of {_OVERRIDE_KEYS}.')
+        unknown = set(override) - set(_OVERRIDE_KEYS)
+        if unknown:
+            raise ValueError(_unknown_names(f"overrides[{pattern!r}] has unknown keys", unknown, _OVERRIDE_KEYS))
+        self._recipe(override)
+
+    def _recipe(self, override: dict) -> Recipe:
+        """The config's recipe with an override's changes; what another format lacks falls to its default."""
+        values = {key: getattr(self, key) for key in _OVERRIDE_KEYS} | override
+        _check_choice("format", values["format"], FORMATS)
+        rule = SCALE_RULES.get(values["scale_rule"])
+        if "scale_rule" not in override and values["format"] not in rule.formats:
+            values["scale_rule"] = "soar"
+        if "global_scale" not in override and not FORMATS[values["format"]].has_global_scale:
+            values["global_scale"] = "power_of_two"
+        if "scale_rule" in override and override["scale_rule"] != "soar":
+            for key, default in ScaleOptions()._asdict().items():
+                values[key] = override.get(key, default)
+        _check_recipe(**values)
+        options = ScaleOptions(values["search"], values["global_scale"], values["iterations"])
+        return Recipe(FORMATS[values["format"]], values["scale_rule"], options)
+
+    def recipe(self, module_name: str = "") -> Recipe | None:
+        """The recipe for a module, after `overrides`; `None` if an override says `"skip"`."""
+        override = self.override(module_name)
+        return None if override == "skip" else self._recipe(override or {})
+
+    def override(self, module_name: str) -> dict | str | None:
+        """The first override whose regex is found in `module_name`, or `None`."""
+        for pattern, override in (self.overrides or {}).items():
+            if re.search(pattern, module_name):
+                return override
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in config.json: our fields, beside compressed-tensors' own once the model is saved portable."""
+        fields: dict[str, Any] = {"version": FORMAT_VERSION}
+        for name in FIELDS:
+            value = getattr(self, name)
+            fields[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        if self.stored is not None:
+            return {**self.stored, HF_MXFP4_KEY: fields}
+        return {"quant_method": QUANT_METHOD, **fields}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The same as `to_dict`: a checkpoint must not change its meaning when a default does."""
+        return self.to_dict()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
+        """The config of a checkpoint's `quantization_config`, ours or a portable one of ours.
+
+        Raises:
+            ValueError: for fields this version does not know, naming them.
+        """
+        fields = dict(config_dict)
+        stored = None
+        if HF_MXFP4_KEY in fields:
+            fields = dict(fields[HF_MXFP4_KEY])
+            stored = {key: value for key, value in config_dict.items() if key != HF_MXFP4_KEY}
+        fields.pop("quant_method", None)
+        version = fields.pop("version", FORMAT_VERSION)
+        unknown = set(fields) - set(FIELDS)
+        if unknown or version != FORMAT_VERSION:
+            raise ValueError(
+                _unknown_names(f"quantization_config (version {version}) has fields unknown here", unknown, FIELDS)
+                + f" This hf_mxfp4 reads version {FORMAT_VERSION}; the checkpoint needs a newer one."
+            )
+        unused = {key: kwargs.pop(key) for key in list(kwargs) if key not in FIELDS}
+        config = cls(**fields | kwargs)
+        config.stored = stored
+        return (config, unused) if return_unused_kwargs else config
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What a config passed beside a quantized checkpoint may change; the rest must agree (checked on load)."""
+        return {name: getattr(self, name) for name in ("dequantize", "backend", "compute_dtype")} | {"requested": self}
+
+    def contradictions(self, requested: FP4Config) -> list[str]:
+        """Fields that `requested` sets to other values than this (a checkpoint's) config has."""
+        default = FP4Config()
+        fields = ("format", "scale_rule", "search", "global_scale")
+        return [
+            f"{name}={getattr(requested, name)!r} (the checkpoint: {getattr(self, name)!r})"
+            for name in fields
+            if getattr(requested, name) not in (getattr(default, name), getattr(self, name))
+        ]
+
+
+FIELDS = tuple(name for name in inspect.signature(FP4Config).parameters if name != "unknown")
+
+
+def quantize(weight: torch.Tensor, config: FP4Config | None = None) -> QuantizedTensor:
+    """Quantize one weight as `from_pretrained` would.
+
+    Args:
+        weight (`torch.Tensor`): bfloat16, float16 or float32 `[..., K]`; K a multiple of the format's block size.
+        config (`FP4Config`, *optional*): NVFP4 with SOAR scales if not given.
+
+    Returns:
+        `QuantizedTensor`: `packed` uint8 `[..., K/2]`, `scale` `[..., K/B]`, `global_scale` float32 or `None`; decode
+        it with `hf_mxfp4.dequantize`.
+
+    Raises:
+        TypeError: for integer or float8 weights.
+        ValueError: for NaN or Inf, or K that is not a multiple of the block size.
+    """
+    return (config or FP4Config()).recipe().quantize(weight)
+
+
+def _check_recipe(format, scale_rule, search, global_scale, iterations) -> None:
+    _check_choice("scale_rule", scale_rule, SCALE_RULES)
+    if format not in SCALE_RULES[scale_rule].formats:
+        usable = [name for name, rule in SCALE_RULES.items() if format in rule.formats]
+        raise ValueError(
+            f"scale_rule={scale_rule!r} does not work for format={format!r}; allowed: {', '.join(usable)}."
+        )
+    if search != "full" and not (isinstance(search, int) and not isinstance(search, bool) and 0 <= search <= 16):
+        raise ValueError(f'search={search!r}; allowed: "full", or an int from 0 to 16.')
+    _check_choice("global_scale", global_scale, ("power_of_two", "free"))
+    if not isinstance(iterations, int) or isinstance(iterations, bool) or not 1 <= iterations <= 1000:
+        raise ValueError(f"iterations={iterations!r}; allowed: an int from 1 to 1000.")
+    if scale_rule != "soar" and ScaleOptions(search, global_scale, iterations) != ScaleOptions():
+        raise ValueError(
+            f'search, global_scale and iterations are options of scale_rule="soar", not of {scale_rule!r}.'
+        )
+    if global_scale == "free" and not FORMATS[format].has_global_scale:
+        raise ValueError(f'global_scale="free" needs a format with a tensor scale; {format} has none.')
+
+
+def _check_choice(name: str, value, allowed) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={value!r}; allowed: {', '.join(allowed)}.")
+
+
+def _unknown_names(what: str, unknown, allowed) -> str:
+    """A sentence that lists unknown names with the nearest allowed ones, then all that is allowed."""
+    hints = []
+    for name in sorted(unknown):
+        close = difflib.get_close_matches(name, allowed, 1)
+        hints.append(f"{name} (did you mean {close[0]}?)" if close else name)
+    return f"{what}: {', '.join(hints) or 'none'}. Allowed: {', '.join(allowed)}."

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a transformers model are packed, and how tensors get from a checkpoint into them and back.
+
+`plan_modules` decides once, on the empty model. `QuantizeOnLoad` packs full-precision weights as they are read;
+`weight_conversions` describes, to transformers' loader and saver, where stored packed tensors belong.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, layer_leaf_pattern
+from hf_mxfp4.config import FP4Config, Recipe
+from hf_mxfp4.formats import QuantizedTensor
+from hf_mxfp4.modules import FP4Experts, FP4Linear
+
+_ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
+_SUFFIXES = ("packed", "scale", "global_scale")
+
+
+class Plan(NamedTuple):
+    """What is to be packed.
+
+    Attributes:
+        linears: recipe by name of an `nn.Linear`.
+        experts: recipe by name of a fused-experts module.
+        kept: name of each linear left in full precision, and why.
+        groups: names of linears that are quantized together under one tensor scale, by each member's name.
+    """
+
+    linears: dict[str, Recipe]
+    experts: dict[str, Recipe]
+    kept: dict[str, str]
+    groups: dict[str, tuple[str, ...]]
+
+    def weight_names(self, model: nn.Module) -> set[str]:
+        """Names of the full-precision parameters that become packed."""
+        names = {f"{name}.weight" for name in self.linears}
+        for name in self.experts:
+            experts = model.get_submodule(name)
+            names |= {f"{name}.{'gate_up_proj' if experts.has_gate else 'up_proj'}", f"{name}.down_proj"}
+        return names
+
+
+def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
+    """Decide for every linear and experts module of a model (on any device) whether and how it is packed.
+
+    Raises:
+        ValueError: for modules that cannot be packed, unless `on_unsupported="keep"`; if nothing is left to pack.
+    """
+    float32_modules = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    default_skips = HfQuantizer.get_modules_to_not_convert(model, keep_in_fp32_modules=float32_modules)
+    default_skips.append(list(model.named_parameters())[-1][0].rpartition(".")[0])  # the last module, with bias or not
+    user_skips = list(config.modules_to_not_convert or ())
+    tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
+    plan, unsupported = Plan({}, {}, {}, {}), {}
+    inside_experts: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        is_experts = _looks_like_experts(name, module)
+        if not (isinstance(module, nn.Linear) or is_experts) or (inside_experts and name.startswith(inside_experts)):
+            continue
+        override = config.override(name)
+        reason = None
+        if override == "skip" or not should_convert_module(name, user_skips):
+            reason = "modules_to_not_convert or overrides"
+        elif name in tied:
+            reason = "tied to another weight"
+        elif override is None and not should_convert_module(name, default_skips):
+            reason = "kept by transformers (output head, or float32 module)"
+        elif override is None and name.rpartition(".")[2] in _ROUTER_NAMES:
+            reason = "router"
+        elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            reason = "torch reads its weight directly"
+        if reason is not None:
+            plan.kept[name] = reason
+            continue
+        recipe = config.recipe(name)
+        problem = _problem(name, module, recipe, is_experts)
+        if problem is not None:
+            unsupported[name] = problem
+        elif is_experts:
+            plan.experts[name] = recipe
+            inside_experts = (*inside_experts, f"{name}.")
+        else:
+            plan.linears[name] = recipe
+    _settle_unsupported(config, plan, unsupported)
+    plan.groups.update(_sibling_groups(model, plan))
+    return plan
+
+
+def _looks_like_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module owns stacked matrices and calls itself experts."""
+    if isinstance(module, FP4Experts):
+        return True
+    stacked = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+    return stacked and (name.endswith("experts") or "Experts" in type(module).__name__)
+
+
+def _problem(name: str, module: nn.Module, recipe: Recipe, is_experts: bool) -> str | None:
+    """Why a module cannot be packed, or `None`."""
+    if isinstance(module, (FP4Linear, FP4Experts)):
+        return None
+    if is_experts:
+        reason = FP4Experts.unsupported_reason(module)
+        if reason is not None:
+            return f"{name}: {reason}"
+        first = module.gate_up_proj if module.has_gate else module.up_proj
+        widths = [weight.shape[1 if module.is_transposed else 2] for weight in (first, module.down_proj)]
+    elif type(module) is not nn.Linear:
+        return f"{name}: {type(module).__name__} is a subclass of nn.Linear with behaviour of its own"
+    else:
+        widths = [module.in_features]
+    try:
+        for width in widths:
+            recipe.format.check_in_features(width, name)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _settle_unsupported(config: FP4Config, plan: Plan, unsupported: dict[str, str]) -> None:
+    if unsupported and config.on_unsupported == "error":
+        shown = "\n  ".join(list(unsupported.values())[:10])
+        raise ValueError(
+            f"{len(unsupported)} modules cannot be packed:\n  {shown}\nList them in modules_to_not_convert, or set "
+            'on_unsupported="keep" to leave them in full precision.'
+        )
+    plan.kept.update(unsupported)
+    if not plan.linears and not plan.experts:
+        raise ValueError(
+            "no module of this model can be packed: it has no nn.Linear or fused experts outside "
+            f"modules_to_not_convert (kept: {dict(list(plan.kept.items())[:5])})."
+        )
+
+
+def _sibling_groups(model: nn.Module, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Linears that engines fuse and that therefore need one tensor scale, by each member's name."""
+    groups = {}
+    parents = {name.rpartition(".")[0] for name in plan.linears}
+    for parent in parents:
+        for leaves in SIBLINGS:
+            members = [f"{parent}.{leaf}" if parent else leaf for leaf in leaves]
+            recipes = [plan.linears.get(member) for member in members]
+            if None in recipes or len(set(recipes)) > 1 or not recipes[0].format.has_global_scale:
+                continue
+            if len({model.get_submodule(member).in_features for member in members}) == 1:
+                groups.update(dict.fromkeys(members, tuple(members)))
+    return groups
+
+
+def replace_with_empty(model: nn.Module, plan: Plan, config: FP4Config) -> None:
+    """Put empty packed modules in the places of the plan (for a checkpoint that is packed already)."""
+    for name, recipe in plan.linears.items():
+        linear = model.get_submodule(name)
+        packed = FP4Linear(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            format=recipe.format,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **_module_options(config),
+        )
+        _place(model, name, packed)
+    for name, recipe in plan.experts.items():
+        _place(model, name, _empty_experts(model.get_submodule(name), recipe, config))
+
+
+def _module_options(config: FP4Config) -> dict:
+    return {"compute_dtype": config.compute_dtype, "backend": config.backend}
+
+
+def _empty_experts(experts: nn.Module, recipe: Recipe, config: FP4Config) -> FP4Experts:
+    return FP4Experts.from_experts(experts, recipe.format, **_module_options(config))
+
+
+def _place(model: nn.Module, name: str, module: nn.Module) -> None:
+    module._is_hf_initialized = True  # transformers must not initialize packed weights
+    module.train(model.get_submodule(name).training)
+    model.set_submodule(name, module)
+
+
+class QuantizeOnLoad(ConversionOps):
+    """Packs full-precision weights as transformers reads them, and swaps the module they belong to.
+
+    Weights of a sibling group wait until the group is complete and are quantized as one matrix, so that they share one
+    tensor scale under every rule. Errors are kept and raised after loading (`finish`): the loader would otherwise
+    turn them into a report.
+    """
+
+    def __init__(self, plan: Plan, config: FP4Config):
+        self.plan, self.config = plan, config
+        self.waiting: dict[str, torch.Tensor] = {}
+        self.errors: list[Exception] = []
+
+    def convert(self, input_dict, model=None, missing_keys=None, **kwargs) -> dict:
+        """Take `{full parameter name: tensor}`; everything is put into the model, so nothing is returned."""
+        for name, tensor in input_dict.items():
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if missing_keys is not None:
+                missing_keys.discard(name)
+            if self.errors:
+                continue
+            try:
+                self._take(model, name, tensor)
+            except (ValueError, TypeError) as error:
+                self.errors.append(error)
+        return {}
+
+    def raise_errors(self) -> None:
+        """Raise the first error met while loading."""
+        if self.errors:
+            raise self.errors[0]
+
+    def finish(self, model: nn.Module) -> None:
+        """Raise what went wrong; then make sure that every planned module is packed."""
+        self.raise_errors()
+        names = [*self.plan.linears, *self.plan.experts]
+        empty = [name for name in names if not is_packed(model.get_submodule(name))]
+        if empty:
+            raise ValueError(
+                f"{len(empty)} modules were to be packed, but the checkpoint holds no weights for them: "
+                f"{', '.join(empty[:5])}. The checkpoint is incomplete or of another architecture."
+            )
+
+    def _take(self, model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        if path in self.plan.experts:
+            self._pack_experts(model, path, leaf, tensor)
+            return
+        group = self.plan.groups.get(path, (path,))
+        self.waiting[path] = tensor
+        if not all(member in self.waiting for member in group):
+            return
+        weights = [self.waiting.pop(member) for member in group]
+        recipe = self.plan.linears[path]
+        if len(group) == 1:
+            self._pack_linear(model, path, recipe.quantize(weights[0], name))
+            return
+        joined = recipe.quantize(torch.cat(weights), " + ".join(f"{member}.weight" for member in group))
+        start = 0
+        for member, weight in zip(group, weights, strict=True):
+            rows = slice(start, start := start + weight.shape[0])
+            part = joined._replace(packed=joined.packed[rows].clone(), scale=joined.scale[rows].clone())
+            self._pack_linear(model, member, part)
+
+    def _pack_linear(self, model: nn.Module, name: str, weight: QuantizedTensor) -> None:
+        linear = model.get_submodule(name)
+        options = _module_options(self.config)
+        _place(model, name, FP4Linear.from_quantized(weight, linear.bias, dtype=linear.weight.dtype, **options))
+
+    def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:
+        experts, recipe = model.get_submodule(path), self.plan.experts[path]
+        if not isinstance(experts, FP4Experts):
+            experts = _empty_experts(experts, recipe, self.config)
+            _place(model, path, experts)
+        weight = tensor.transpose(1, 2) if experts.is_transposed else tensor
+        experts.load_projection(leaf, recipe.quantize(weight, f"{path}.{leaf}"))
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module is one of ours and holds real packed tensors."""
+    return isinstance(module, (FP4Linear, FP4Experts)) and all(b.device.type != "meta" for b in module.buffers())
+
+
+class FuseExperts(ConversionOps):
+    """Stored per-expert tensors -> one stacked buffer `[E, ...]`, projections concatenated along dim 1."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs) -> dict:
+        stacks = [torch.stack(input_dict[pattern]) for pattern in source_patterns if pattern in input_dict]
+        return {target_patterns[0]: torch.cat(stacks, dim=1)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return UnfuseExperts()
+
+
+class UnfuseExperts(ConversionOps):
+    """The reverse of `FuseExperts`: one tensor for each expert and projection."""
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs) -> dict:
+        stack = next(iter(input_dict.values()))
+        stack = stack[0] if isinstance(stack, list) else stack
+        parts = zip(target_patterns, stack.chunk(len(target_patterns), dim=1), strict=True)
+        return {p.replace("*", str(e)): expert.contiguous() for p, part in parts for e, expert in enumerate(part)}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return FuseExperts()
+
+
+def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layout: str) -> list:
+    """The model's own conversions with those for packed tensors put first.
+
+    Experts that the model's mapping merges from one tensor per expert are stored one by one, with their scales;
+    experts stored fused stay fused. In layout `own` codes are stored under the dense weight's name.
+    """
+    packed_name = LAYOUTS[layout].packed_name
+    ours, theirs, merged = [], [], set()
+    for converter in conversions:
+        target = converter.target_patterns[0]
+        is_merge = isinstance(converter, WeightConverter) and len(converter.target_patterns) == 1
+        if not is_merge or not _fills_experts(model, plan, target):
+            theirs.append(converter)
+            continue
+        merged.add(target.rpartition(".")[2])
+        for suffix in _SUFFIXES:
+            stored = packed_name if suffix == "packed" else f"weight_{suffix}"
+            sources = [re.sub(r"weight\$?$", stored, source) for source in converter.source_patterns]
+            ours.append(_whole_names(converter, sources, f"{target}_{suffix}", [FuseExperts()]))
+        theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
+    if layout == "own":
+        leaves = {name.rpartition(".")[2] for name in plan.linears}
+        ours += [WeightRenaming(layer_leaf_pattern(leaf), f"{leaf}.weight_packed") for leaf in sorted(leaves)]
+        projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
+        ours += [WeightRenaming(rf"(?<=\.)experts\.{p}(?!\w)", f"experts.{p}_packed") for p in sorted(projections)]
+    return ours + theirs
+
+
+def _whole_names(like: WeightConverter, sources: list[str], target: str, operations: list) -> WeightConverter:
+    """A converter in the scope of another whose patterns match whole names only, in both directions.
+
+    transformers 5.17 would take `gate_up_proj_scale` for `gate_up_proj`; delete with 5.17 (later ones do this).
+    """
+    whole = "(?!\\w)"
+    sources = [source.removesuffix("$") + whole for source in sources]
+    converter = WeightConverter(sources, target + whole, operations)
+    for attribute in ("scope_prefix", "base_model_prefix", "force_cpu"):
+        setattr(converter, attribute, getattr(like, attribute, None))
+    return converter
+
+
+def _fills_experts(model: nn.Module, plan: Plan, target: str) -> bool:
+    leaf = target.rpartition(".")[2]
+    return any(leaf in getattr(model.get_submodule(name), "shapes", {}) for name in plan.experts)

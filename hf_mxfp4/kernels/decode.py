@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding of packed weights inside a kernel, shared by all of them. Twin: `reference.decode_rows`.
+
+Everything is built from bits in float32, so it is exact and the same on every target: Ampere has no E4M3 conversion,
+and `exp2` flushes 2^-127 to zero.
+"""
+
+import triton
+import triton.language as tl
+
+# Read here because it also decides, now, whether the `triton.jit` below makes interpreted functions. The interpreter
+# (3.6 to 3.9) gets bfloat16 wrong without a word: sums and products of raw bits, truncating conversion, subnormals
+# lost. Under it kernels compute and store in float32.
+INTERPRET = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def decode_e2m1(code):
+    """Codes 0..15 (uint32) to float32. As the top of a float32's exponent and mantissa they read as value * 2^-126."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * (2.0**126)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """E8M0 bytes (uint32) to float32: 2^(byte - 127), a subnormal for byte 0; 255 is NaN. OCP MX v1.0, 5.4.1."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_e4m3(byte):
+    """`float8_e4m3fn` bytes (uint32) to float32, sign included; 0x7F and 0xFF are NaN, there is no infinity."""
+    bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), bits.to(tl.float32, bitcast=True) * (2.0**120))
+
+
+@triton.jit
+def load_weights(
+    packed,
+    scale,
+    rows,
+    row_mask,
+    k,
+    K,
+    stride_packed,
+    stride_scale,
+    E8M0: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Load and decode a tile: rows `rows` (int64 `[R]`), columns `k .. k + TILE_K`; zero outside the masks.
+
+    `packed` uint8 and `scale` uint8 (the bytes of either format's scales) point at rows of `stride_packed` and
+    `stride_scale` elements.
+
+    Returns:
+        `E2M1 * scale`, float32 `[R, TILE_K]`; exact, so rounding it to bfloat16 changes nothing (nor to float16, for
+        E4M3 scales).
+    """
+    columns = k // 2 + tl.arange(0, TILE_K // 2)
+    blocks = k // BLOCK + tl.arange(0, TILE_K // BLOCK)
+    mask, block_mask = row_mask[:, None], row_mask[:, None]
+    if not EVEN_K:
+        mask = mask & (columns < K // 2)[None, :]
+        block_mask = block_mask & (blocks < K // BLOCK)[None, :]
+    byte = tl.load(packed + rows[:, None] * stride_packed + columns[None, :], mask=mask, other=0).to(tl.uint32)
+    scales = tl.load(scale + rows[:, None] * stride_scale + blocks[None, :], mask=block_mask, other=0).to(tl.uint32)
+    values = tl.join(decode_e2m1(byte & 0xF), decode_e2m1(byte >> 4))
+    values = values.reshape(rows.shape[0], TILE_K // BLOCK, BLOCK)
+    if E8M0:
+        values = values * decode_e8m0(scales)[:, :, None]
+    else:
+        values = values * decode_e4m3(scales)[:, :, None]
+    return values.reshape(rows.shape[0], TILE_K)

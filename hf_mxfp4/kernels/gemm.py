@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""W4A16 matrix products with the weight decoded tile by tile: a linear layer, and its gradient with respect to x.
+
+Either works on one matrix or on a stack of experts, whose tokens stand sorted by expert. Twin: `reference.linear`.
+
+A tile of weights enters the product as `E2M1 * scale`, which is exact in float32 and bfloat16, and in float16 for E4M3
+scales; the tensor scale multiplies the float32 accumulator. E8M0 scales exceed float16, so float16 activations meet
+them as the exact sum of two bfloat16 numbers, in two products.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_mxfp4.formats import QuantizedTensor
+from hf_mxfp4.kernels.decode import INTERPRET, load_weights
+
+
+@triton.jit
+def find_rows(offsets, tokens, experts, TILE_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Expert and rows `[row, end)` of the program in slot `program_id(0)`; no rows left if `row >= end`.
+
+    Expert e starts at slot `offsets[e] // TILE_M + e`: that leaves it room for all its blocks wherever its tokens
+    start, and needs no sum over the experts before it.
+    """
+    slot = tl.program_id(0)
+    if offsets is None:
+        return 0, slot * TILE_M, tokens
+    index = tl.arange(0, EXPERTS)
+    slots = tl.load(offsets + index, mask=index < experts, other=0) // TILE_M + index
+    expert = tl.maximum(tl.sum(((slots <= slot) & (index < experts)).to(tl.int32)) - 1, 0)
+    start = tl.load(offsets + expert)
+    row = start + (slot - start // TILE_M - expert) * TILE_M
+    end = tl.minimum(tl.load(offsets + expert + 1), tokens)  # never past x, whatever offsets hold
+    return expert, row, tl.where(row < tl.maximum(start, 0), 0, end)
+
+
+@triton.jit
+def add_product(x, weights, total, SPLIT: tl.constexpr):
+    """`total + x @ weights`, accumulated in float32; with SPLIT, float16 x as two exact bfloat16 terms."""
+    if SPLIT:
+        x = x.to(tl.float32)
+        high = x.to(tl.bfloat16)
+        low = tl.where(high.to(tl.float32) == x, 0.0, x - high.to(tl.float32)).to(tl.bfloat16)  # 0 at infinity
+        total = tl.dot(low, weights, total)
+        return tl.dot(high, weights, total)
+    return tl.dot(x.to(weights.dtype), weights, total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def linear_kernel(
+    x,
+    packed,
+    scale,
+    global_scale,
+    bias,
+    offsets,
+    out,
+    tokens,
+    N,
+    K,
+    experts,
+    stride_x,
+    stride_packed,
+    stride_scale,
+    E8M0: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """A tile `[TILE_M, TILE_N]` of `out = x @ W.T + bias`; x `[tokens, K]`, W `[experts, N, K]`, out `[tokens, N]`."""
+    expert, row, end = find_rows(offsets, tokens, experts, TILE_M, EXPERTS)
+    if row >= end:
+        return
+    rows = row + tl.arange(0, TILE_M).to(tl.int64)
+    columns = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    weight_rows = columns + tl.cast(expert, tl.int64) * N
+    inner = tl.arange(0, TILE_K)
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    for k in range(0, K, TILE_K):
+        mask = (rows < end)[:, None]
+        if not EVEN_K:
+            mask = mask & (k + inner < K)[None, :]
+        part = tl.load(x + rows[:, None] * stride_x + (k + inner)[None, :], mask=mask, other=0.0)
+        weights = load_weights(
+            packed, scale, weight_rows, columns < N, k, K, stride_packed, stride_scale, E8M0, BLOCK, TILE_K, EVEN_K
+        )
+        total = add_product(part, weights.to(DOT).trans(), total, SPLIT)
+    if global_scale is not None:
+        total = total * tl.load(global_scale + expert)
+    if bias is not None:
+        total = total + tl.load(bias + weight_rows, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def linear_grad_kernel(
+    x,
+    packed,
+    scale,
+    global_scale,
+    offsets,
+    out,
+    tokens,
+    N,
+    K,
+    experts,
+    stride_x,
+    stride_packed,
+    stride_scale,
+    E8M0: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """A tile `[TILE_M, TILE_K]` of `out = x @ W`; x `[tokens, N]` is the gradient that came in, out `[tokens, K]`."""
+    expert, row, end = find_rows(offsets, tokens, experts, TILE_M, EXPERTS)
+    if row >= end:
+        return
+    rows = row + tl.arange(0, TILE_M).to(tl.int64)
+    first = tl.program_id(1) * TILE_K
+    inner = tl.arange(0, TILE_N)
+    total = tl.zeros((TILE_M, TILE_K), tl.float32)
+    for n in range(0, N, TILE_N):
+        mask = (rows < end)[:, None] & (n + inner < N)[None, :]
+        part = tl.load(x + rows[:, None] * stride_x + (n + inner)[None, :], mask=mask, other=0.0)
+        weight_rows = n + inner + tl.cast(expert, tl.int64) * N
+        weights = load_weights(
+            packed,
+            scale,
+            weight_rows,
+            n + inner < N,
+            first,
+            K,
+            stride_packed,
+            stride_scale,
+            E8M0,
+            BLOCK,
+            TILE_K,
+            EVEN_K,
+        )
+        total = add_product(part, weights.to(DOT), total, SPLIT)
+    if global_scale is not None:
+        total = total * tl.load(global_scale + expert)
+    columns = first + tl.arange(0, TILE_K)
+    mask = (rows < end)[:, None] & (columns < K)[None, :]
+    tl.store(out + rows[:, None] * K + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
+
+
+def tile(dtype: torch.dtype, tokens: int, experts: int = 1, grad: bool = False) -> dict[str, int]:
+    """Tile sizes and launch options by the number of tokens a matrix gets (the mean, for experts). Not tuned."""
+    mean = -(-tokens // experts)
+    if dtype == torch.float32:  # no tensor cores: small tiles, or the accumulator alone fills the registers
+        rows, outer, inner, warps, stages = min(64, _at_least_16(mean)), 64, 32, 4, 2
+    else:
+        rows = min(128, _at_least_16(mean))
+        outer, inner = (64, 128) if rows <= 32 else (128, 64)
+        warps, stages = (8 if rows == 128 else 4), 3
+    n, k = (inner, outer) if grad else (outer, inner)
+    return {"TILE_M": rows, "TILE_N": n, "TILE_K": k, "num_warps": warps, "num_stages": stages}
+
+
+def _at_least_16(tokens: int) -> int:
+    return max(16, triton.next_power_of_2(tokens))
+
+
+def constants(x_dtype: torch.dtype, weight: QuantizedTensor, tile_k: int, experts: int) -> dict:
+    """The compile-time arguments both kernels share, but for the tile sizes."""
+    e8m0 = weight.format.scale_dtype == torch.uint8
+    split = x_dtype == torch.float16 and e8m0 and not INTERPRET
+    dot = torch.float32 if INTERPRET else torch.bfloat16 if split else x_dtype
+    return {
+        "E8M0": e8m0,
+        "BLOCK": weight.format.block_size,
+        "DOT": getattr(tl, str(dot).removeprefix("torch.")),
+        "SPLIT": split,
+        "EXPERTS": triton.next_power_of_2(experts),
+        "EVEN_K": weight.shape[-1] % tile_k == 0,
+    }
+
+
+def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
+    """Run a kernel over x `[tokens, K or N]`; `extra` are its arguments between `global_scale` and `offsets`."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    packed = weight.packed.reshape(-1, weight.packed.shape[-1])
+    scale = weight.scale.view(torch.uint8).reshape(-1, weight.scale.shape[-1])
+    tokens, (n, k) = x.shape[0], weight.shape[-2:]
+    experts = weight.shape[0] if offsets is not None else 1
+    # Rows of no expert are not visited.
+    allocate = torch.empty if offsets is None else torch.zeros
+    out = allocate((tokens, k if grad else n), dtype=torch.float32 if INTERPRET else x.dtype, device=x.device)
+    if out.numel():
+        options = tile(x.dtype, tokens, experts, grad)
+        slots = triton.cdiv(tokens, options["TILE_M"]) if offsets is None else tokens // options["TILE_M"] + experts
+        with torch.cuda.device_of(x):
+            kernel[slots, triton.cdiv(out.shape[1], options["TILE_K" if grad else "TILE_N"])](
+                x,
+                packed,
+                scale,
+                None if weight.global_scale is None else weight.global_scale.reshape(-1),
+                *extra,
+                offsets,
+                out,
+                tokens,
+                n,
+                k,
+                experts,
+                x.stride(0),
+                packed.stride(0),
+                scale.stride(0),
+                **constants(x.dtype, weight, options["TILE_K"], experts),
+                **options,
+            )
+    return out.to(x.dtype)
+
+
+def linear(x, weight: QuantizedTensor, bias=None, offsets=None) -> torch.Tensor:
+    """`x [tokens, K] @ W.T + bias` in `x.dtype` (float32, bfloat16, float16), accumulated in float32.
+
+    With `offsets` (int32 `[E+1]`), `weight` and `bias` are stacks and rows `offsets[e] .. offsets[e+1]` of x meet expert
+    e; rows of no expert come out as zeros. The host does not wait for the values of `offsets`.
+    """
+    return _launch(linear_kernel, x, weight, (None if bias is None else bias.contiguous(),), offsets, grad=False)
+
+
+def linear_grad(grad, weight: QuantizedTensor, offsets=None) -> torch.Tensor:
+    """`grad [tokens, N] @ W` in `grad.dtype`: the gradient of `linear` with respect to x."""
+    return _launch(linear_grad_kernel, grad, weight, (), offsets, grad=True)

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP4Linear and FP4Experts: packed buffers and a forward. The numerics live in `ops`.
+
+Buffers carry compressed-tensors' names and meanings, so a state dict is a checkpoint: `*_global_scale` **divides**
+there, while every function of this package multiplies. `quantized` hands out the multiplying form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from hf_mxfp4 import ops
+from hf_mxfp4.formats import NVFP4, BlockFormat, QuantizedTensor
+
+
+class _PackedModule(nn.Module):
+    """Buffers of one or more packed weights. `.to(dtype)`, `.half()` and the like leave codes and scales alone."""
+
+    format: BlockFormat
+    dtype: torch.dtype
+
+    def _register_packed(self, prefix: str, shape: tuple[int, ...], global_shape: tuple[int, ...], device) -> None:
+        """Register `{prefix}_packed`, `{prefix}_scale` and, where the format has one, `{prefix}_global_scale`."""
+        *lead, in_features = shape
+        self.format.check_in_features(in_features, prefix)
+        scale_shape = (*lead, in_features // self.format.block_size)
+        packed = torch.empty((*lead, in_features // 2), dtype=torch.uint8, device=device)
+        self.register_buffer(f"{prefix}_packed", packed)
+        self.register_buffer(f"{prefix}_scale", torch.empty(scale_shape, dtype=self.format.scale_dtype, device=device))
+        if self.format.has_global_scale:
+            global_scale = torch.empty(global_shape, dtype=torch.float32, device=device)
+            self.register_buffer(f"{prefix}_global_scale", global_scale)
+
+    def _load_packed(self, prefix: str, weight: QuantizedTensor) -> None:
+        """Take over the tensors of `weight` (no copy); the tensor scale is stored as its reciprocal."""
+        if weight.format is not self.format:
+            raise ValueError(f"{prefix}: a weight in {weight.format.name} cannot go into a {self.format.name} module.")
+        stored = {"packed": weight.packed, "scale": weight.scale}
+        if weight.global_scale is not None:
+            stored["global_scale"] = weight.global_scale.reciprocal()
+        for suffix, value in stored.items():
+            buffer = getattr(self, f"{prefix}_{suffix}")
+            if suffix == "global_scale":
+                value = value.reshape(-1, *[1] * (buffer.ndim - 1)).expand(buffer.shape).contiguous()
+            if value.shape != buffer.shape:
+                raise ValueError(
+                    f"{prefix}_{suffix}: shape {tuple(value.shape)} does not fit the module's {tuple(buffer.shape)}."
+                )
+            setattr(self, f"{prefix}_{suffix}", value)
+
+    def _apply(self, fn, recurse=True):
+        # Moving devices must touch these buffers, casting must not: nn.Module casts whatever is floating point, so
+        # scales are shown to it as integers.
+        hidden = {}
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                hidden[name] = buffer.dtype
+                self._buffers[name] = buffer.view(torch.uint8 if buffer.itemsize == 1 else torch.int32)
+        try:
+            self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+            super()._apply(fn, recurse)
+        finally:
+            for name, dtype in hidden.items():
+                self._buffers[name] = self._buffers[name].view(dtype)
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name, buffer in self._buffers.items():
+            value = state_dict.get(prefix + name)
+            if buffer is not None and value is not None and value.dtype != buffer.dtype:
+                errors.append(f"{prefix + name}: dtype {value.dtype} in the state dict, {buffer.dtype} in the module.")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+
+class FP4Linear(_PackedModule, nn.Linear):
+    """A linear layer whose weight stays packed in 4 bits.
+
+    It is an `nn.Linear` by type (so PEFT's "all-linear" finds it), but holds no dense weight: `weight_packed` uint8
+    `[N, K/2]`, `weight_scale` `[N, K/B]`, and for NVFP4 `weight_global_scale` float32 `[1]`, which **divides** as in
+    compressed-tensors.
+
+    Args:
+        in_features (`int`): K, a multiple of the format's block size.
+        out_features (`int`): N.
+        bias (`bool`): whether there is a bias parameter `[N]`.
+        format (`BlockFormat`): a row of `hf_mxfp4.formats`.
+        dtype (`torch.dtype`, *optional*): dtype of the bias and of `weight`; torch's default dtype if not given.
+        compute_dtype (`torch.dtype`, *optional*): dtype the product is computed in; the input's if not given.
+        backend (`str`): `"auto"`, `"triton"` or `"torch"`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: BlockFormat = NVFP4,
+        device=None,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ):
+        nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
+        self.in_features, self.out_features = in_features, out_features
+        self.format, self.backend, self.compute_dtype = format, backend, compute_dtype
+        self.dtype = dtype or torch.get_default_dtype()
+        self._register_packed("weight", (out_features, in_features), (1,), device)
+        empty = torch.empty(out_features, device=device, dtype=self.dtype) if bias else None
+        self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
+
+    @classmethod
+    def from_quantized(cls, weight: QuantizedTensor, bias: torch.Tensor | None = None, **kwargs) -> FP4Linear:
+        """A layer around a `QuantizedTensor` `[N, K]` (its tensors are taken over) and an optional bias `[N]`."""
+        out_features, in_features = weight.shape
+        layer = cls(in_features, out_features, bias is not None, format=weight.format, device="meta", **kwargs)
+        layer._load_packed("weight", weight)
+        if bias is not None:
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return layer
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        """The packed weight; its scales multiply."""
+        global_scale = self.weight_global_scale.reciprocal()[0] if self.format.has_global_scale else None
+        return QuantizedTensor(self.weight_packed, self.weight_scale, global_scale, self.format)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantized weight `[N, K]` in `dtype`: a fresh dense copy for code that asks; `forward` makes none."""
+        return ops.dequantize(self.quantized, self.dtype, self.backend)
+
+    def reset_parameters(self) -> None:
+        """Nothing to initialize: packed weights come from a quantizer or a checkpoint."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x [..., K]` -> `[..., N]` in x's dtype (the autocast dtype under autocast)."""
+        if self.compute_dtype is None:
+            return ops.linear(x, self.quantized, self.bias, self.backend)
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return ops.linear(x.to(self.compute_dtype), self.quantized, bias, self.backend).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.format.name}"
+        )
+
+
+class FP4Experts(_PackedModule):
+    """The fused experts of a mixture-of-experts layer, packed: two grouped linears around the model's own gate.
+
+    Stands in for transformers' experts modules (Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 and the like, gpt-oss) and
+    keeps their attributes. Whatever the original's arrangement, weights are packed along the reduction dimension:
+    `gate_up_proj_packed` uint8 `[E, 2I, H/2]`, `down_proj_packed` uint8 `[E, H, I/2]`, with `_scale` and, for NVFP4,
+    `_global_scale` float32 `[E, P]` (one column for each projection merged in, all equal; **divides**). Rows of
+    gate_up_proj stay in the model's order ([gate; up], or interleaved for gpt-oss).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        format: BlockFormat = NVFP4,
+        act_fn: Callable | None = None,
+        has_gate: bool = True,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+        is_concatenated: bool = True,
+        device=None,
+        dtype: torch.dtype | None = None,
+        compute_dtype: torch.dtype | None = None,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        self.num_experts, self.format = num_experts, format
+        self.backend, self.compute_dtype = backend, compute_dtype
+        self.dtype = dtype or torch.get_default_dtype()
+        self.act_fn, self.has_gate, self.has_bias = act_fn, has_gate, has_bias
+        self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
+        self.gate_function: Callable | None = None
+        self.first = "gate_up_proj" if has_gate else "up_proj"
+        self.shapes = {
+            self.first: (num_experts, intermediate_size * (2 if has_gate else 1), hidden_size),
+            "down_proj": (num_experts, hidden_size, intermediate_size),
+        }
+        for name, shape in self.shapes.items():
+            merged = 2 if name == "gate_up_proj" else 1
+            self._register_packed(name, shape, (num_experts, merged), device)
+            if has_bias:
+                bias = torch.empty(shape[:2], device=device, dtype=self.dtype)
+                self.register_parameter(f"{name}_bias", nn.Parameter(bias))
+
+    @classmethod
+    def unsupported_reason(cls, experts: nn.Module) -> str | None:
+        """Why an experts module cannot be packed, or `None` if it can."""
+        flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+        missing = [flag for flag in flags if not hasattr(experts, flag)]
+        if missing:
+            return f"{type(experts).__name__} does not say how its weights are laid out (no {', '.join(missing)})"
+        if getattr(experts, "has_post_expert_norm", False):
+            return f"{type(experts).__name__} normalizes after each expert"
+        first = "gate_up_proj" if experts.has_gate else "up_proj"
+        known = {first, "down_proj"} | ({f"{first}_bias", "down_proj_bias"} if experts.has_bias else set())
+        found = {name for name, _ in experts.named_parameters()}
+        if found != known:
+            return f"{type(experts).__name__} has parameters {sorted(found)}, expected {sorted(known)}"
+        if getattr(experts, first).ndim != 3 or experts.down_proj.ndim != 3:
+            return f"{type(experts).__name__}'s weights are not stacks of matrices"
+        return None
+
+    @classmethod
+    def from_experts(cls, experts: nn.Module, format: BlockFormat, device="meta", **kwargs) -> FP4Experts:
+        """An empty stand-in (buffers on `device`) for a transformers experts module; biases are taken over."""
+        down = experts.down_proj.shape
+        intermediate_size, hidden_size = down[1:] if experts.is_transposed else (down[2], down[1])
+        module = cls(
+            experts.num_experts,
+            hidden_size,
+            intermediate_size,
+            format=format,
+            act_fn=getattr(experts, "act_fn", None),
+            has_gate=experts.has_gate,
+            has_bias=experts.has_bias,
+            is_transposed=experts.is_transposed,
+            is_concatenated=experts.is_concatenated,
+            dtype=experts.down_proj.dtype,
+            device=device,
+            **kwargs,
+        )
+        for name, value in vars(experts).items():  # the gate's own settings, such as gpt-oss's alpha and limit
+            if not name.startswith("_") and name not in vars(module) and name not in module._modules:
+                setattr(module, name, value)
+        module._is_expert_parallel = getattr(experts, "_is_expert_parallel", False)
+        module.gate_function = getattr(type(experts), "_apply_gate", None)
+        for name in module.shapes if experts.has_bias else ():
+            setattr(module, f"{name}_bias", getattr(experts, f"{name}_bias"))
+        return module
+
+    def load_projection(self, name: str, weight: QuantizedTensor) -> None:
+        """Take over a packed projection `[E, N, K]`, `name` being `gate_up_proj`, `up_proj` or `down_proj`."""
+        self._load_packed(name, weight)
+
+    def quantized(self, name: str) -> QuantizedTensor:
+        """A packed projection `[E, N, K]`; its scales multiply, `global_scale` `[E]`."""
+        scale = getattr(self, f"{name}_global_scale")[:, 0].reciprocal() if self.format.has_global_scale else None
+        return QuantizedTensor(getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale"), scale, self.format)
+
+    def dequantized(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A projection in the original module's arrangement (transposed where that one is), in `dtype`."""
+        dense = ops.dequantize(self.quantized(name), dtype or self.dtype, self.backend)
+        return dense.transpose(1, 2).contiguous() if self.is_transposed else dense
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self.gate_function is not None and self.has_gate:
+            return self.gate_function(self, gate_up)
+        if not self.has_gate:
+            return self.act_fn(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def _project(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        return ops.grouped_linear(x, offsets, self.quantized(name), bias, self.backend)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Route tokens through their experts.
+
+        Args:
+            hidden_states: `[..., H]`.
+            top_k_index: int64 `[M, k]`, expert ids; ids >= num_experts (expert-parallel sentinels) contribute nothing.
+            top_k_weights: `[M, k]`.
+
+        Returns:
+            `[..., H]` in the dtype of `hidden_states`.
+        """
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        expert, order = top_k_index.reshape(-1).sort(stable=True)
+        bounds = torch.arange(self.num_experts + 1, device=expert.device, dtype=expert.dtype)
+        offsets = torch.searchsorted(expert, bounds).to(torch.int32)
+        top_k = top_k_index.shape[-1]
+        out = self._project(self.first, x[order // top_k], offsets)
+        out = self._project("down_proj", self._apply_gate(out), offsets)
+        out = torch.zeros_like(out).index_copy(0, order, out)  # back in the order of the tokens
+        weights = torch.where(top_k_index < self.num_experts, top_k_weights, 0)
+        out = (out.unflatten(0, (x.shape[0], top_k)) * weights[..., None]).sum(1)
+        return out.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name}={shape}" for name, shape in self.shapes.items())
+        return f"num_experts={self.num_experts}, {shapes}, format={self.format.name}"

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP4HfQuantizer: the hooks transformers calls while it loads, saves and dequantizes a model. Hooks only."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+import transformers
+from packaging import version
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+
+from hf_mxfp4 import conversion
+from hf_mxfp4.checkpoints import (
+    HF_MXFP4_KEY,
+    LAYOUTS,
+    Expected,
+    StoredTensor,
+    check_scales,
+    check_stored,
+    compressed_tensors_config,
+    read_header,
+)
+from hf_mxfp4.config import QUANT_METHOD, FP4Config
+from hf_mxfp4.modules import FP4Experts, FP4Linear
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_TRANSFORMERS = ("5.17", "5.24")  # from, below
+_LARGE = 1_000_000  # elements; unpacked tensors of this size are named after loading
+
+
+class FP4HfQuantizer(HfQuantizer):
+    """Quantizes a model to FP4 while it loads, or loads one that is quantized already."""
+
+    def __init__(self, quantization_config: FP4Config, **kwargs):
+        # A copy: what this model stores about itself must not leak into the next model loaded with the same config.
+        super().__init__(copy.copy(quantization_config), **kwargs)
+        self.plan: conversion.Plan | None = None
+        self.layout = "own"
+        self.loader: conversion.QuantizeOnLoad | None = None
+
+    # --- before loading ----------------------------------------------------------------------------------------------
+
+    def validate_environment(self, *args, device_map=None, **kwargs) -> None:
+        """Refuse what could only fail later: an untested transformers, disk offload of weights not yet packed."""
+        lowest, below = SUPPORTED_TRANSFORMERS
+        if not version.parse(lowest) <= version.parse(transformers.__version__) < version.parse(below):
+            raise ImportError(
+                f"transformers {transformers.__version__} is not supported: hf_mxfp4 works with {lowest} up to, not "
+                f'including, {below}. Run `pip install "transformers>={lowest},<{below}"`.'
+            )
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map sends modules to disk, which works for a saved FP4 model only: load once without disk, "
+                "save_pretrained, and load the saved model with this device_map."
+            )
+        requested = self.quantization_config.requested
+        conflicts = self.quantization_config.contradictions(requested) if requested is not None else []
+        if conflicts:
+            raise ValueError(
+                f"this checkpoint is quantized already and cannot be loaded with {', '.join(conflicts)}. Load it "
+                "without a quantization_config, or quantize the original full-precision checkpoint."
+            )
+        self.quantization_config.requested = None
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        config = self.quantization_config
+        self.plan = conversion.plan_modules(model, config)
+        if config.layout == "portable" and self.plan.experts:
+            raise ValueError(
+                'layout="portable" cannot hold fused experts: transformers with compressed-tensors would drop their '
+                'tensor scales and compute wrong numbers in silence. Use layout="auto" or "own".'
+            )
+        # A checkpoint of ours says which layout it is in; a new one is portable where every reader gets it right.
+        if self.pre_quantized:
+            self.layout = "portable" if config.stored is not None else "own"
+        elif config.layout == "auto":
+            self.layout = "own" if self.plan.experts else "portable"
+        else:
+            self.layout = config.layout
+        if not self.pre_quantized:
+            self.loader = conversion.QuantizeOnLoad(self.plan, config)
+            return model
+        headers = self._read_headers(checkpoint_files)
+        self._plan_what_is_packed(model, headers)
+        conversion.replace_with_empty(model, self.plan, config)
+        if headers:
+            self._check_headers(model, headers)
+        return model
+
+    def _read_headers(self, checkpoint_files) -> dict[str, StoredTensor]:
+        headers: dict[str, StoredTensor] = {}
+        for file in checkpoint_files or ():
+            if not str(file).endswith(".safetensors"):
+                raise ValueError(f"{file}: FP4 checkpoints are read from safetensors only, never from pickle files.")
+            headers.update(read_header(file))
+        return headers
+
+    def _plan_what_is_packed(self, model, headers: dict[str, StoredTensor]) -> None:
+        """Pack also those kept linears that the checkpoint holds packed (saved from another head's point of view)."""
+        prefix = f"{model.base_model_prefix}."
+        stored = {key.removesuffix(".weight_scale") for key in headers if key.endswith(".weight_scale")}
+        for name in list(self.plan.kept):
+            if {name, prefix + name, name.removeprefix(prefix)} & stored and isinstance(
+                model.get_submodule(name), nn.Linear
+            ):
+                recipe = self.quantization_config.recipe(name)
+                if recipe is not None:
+                    self.plan.linears[name] = recipe
+                    del self.plan.kept[name]
+
+    def _check_headers(self, model, headers: dict[str, StoredTensor]) -> None:
+        """Every buffer of a packed module must be in the checkpoint with its exact dtype and shape."""
+        mapping = get_model_conversion_mapping(model, None, self)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        state = model.state_dict()
+        found: dict[str, list[tuple[str, StoredTensor]]] = {}
+        split = set()  # buffers stored as one tensor for each expert and projection
+        for key, tensor in headers.items():
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            found.setdefault(name, []).append((key, tensor))
+            if pattern is not None:
+                split.add(name)
+        expected = {}
+        for path in (*self.plan.linears, *self.plan.experts):
+            module = model.get_submodule(path)
+            for buffer_name, buffer in module.named_buffers(recurse=False):
+                name, shape = f"{path}.{buffer_name}", tuple(buffer.shape)
+                if name in split:
+                    merged = 2 if "gate_up_proj" in buffer_name else 1
+                    each = (1,) if buffer_name.endswith("global_scale") else (shape[1] // merged, shape[2])
+                    expected[name] = Expected(buffer.dtype, each, shape[0] * merged)
+                else:
+                    expected[name] = Expected(buffer.dtype, shape)
+        check_stored(expected, found)
+
+    # --- while loading -----------------------------------------------------------------------------------------------
+
+    def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
+        """Whether a full-precision parameter is to be packed on load."""
+        return self.loader is not None and param_name in self._weight_names(model)
+
+    def _weight_names(self, model) -> set[str]:
+        if not hasattr(self, "_cached_names"):
+            self._cached_names = self.plan.weight_names(model)
+        return self._cached_names
+
+    def get_quantize_ops(self):
+        return self.loader
+
+    def param_element_size(self, model, param_name: str, param: torch.Tensor) -> float:
+        """Bytes an element takes on its device once loaded; device maps are planned with it."""
+        if not self.param_needs_quantization(model, param_name):
+            return param.element_size()
+        path = param_name.rpartition(".")[0]
+        recipe = self.plan.linears.get(path) or self.plan.experts[path]
+        return recipe.format.bits_per_weight / 8
+
+    def update_weight_conversions(self, weight_conversions, model=None):
+        """Put the conversions of packed tensors before the model's own."""
+        if self.loader is not None:
+            return weight_conversions  # the model is still dense: its own conversions, then `QuantizeOnLoad`
+        return conversion.weight_conversions(weight_conversions, model or self._model, self.plan, self.layout)
+
+    # --- after loading -----------------------------------------------------------------------------------------------
+
+    def preprocess_model(self, model, **kwargs):
+        self._model = model  # 5.17 does not pass the model to update_weight_conversions
+        try:
+            return super().preprocess_model(model, **kwargs)
+        finally:
+            model.hf_quantizer = self
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.loader is not None:
+            self.loader.finish(model)
+            self.loader = None
+            used = [c for c in model._weight_conversions or () if isinstance(c, PrefixChange)]
+            own = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+            model._weight_conversions = self.update_weight_conversions(own + used, model)
+        self._check_packed(model)
+        del self._model
+        config = self.quantization_config
+        config.stored = None
+        if self.layout == "portable":
+            kept = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, FP4Linear)]
+            config.stored = compressed_tensors_config({n: r.format for n, r in self.plan.linears.items()}, kept)
+        model.num_parameters = ParameterCounter(model)
+        self._report(model)
+        if config.dequantize:
+            model.hf_quantizer = self
+            self._dequantize(model, model.dtype)
+            self.remove_quantization_config(model)
+        return model
+
+    def _check_packed(self, model) -> None:
+        for path in (*self.plan.linears, *self.plan.experts):
+            module = model.get_submodule(path)
+            prefixes = ["weight"] if isinstance(module, FP4Linear) else list(module.shapes)
+            for prefix in prefixes:
+                scale, divisor = getattr(module, f"{prefix}_scale"), getattr(module, f"{prefix}_global_scale", None)
+                if scale.device.type == "meta":
+                    continue  # offloaded to disk by accelerate
+                check_scales(f"{path}.{prefix}", module.format, scale, divisor)
+                if divisor is not None and bool((divisor != divisor[..., :1]).any()):
+                    raise ValueError(f"{path}.{prefix}: its merged projections have different tensor scales.")
+
+    def _report(self, model) -> None:
+        packed = [model.get_submodule(path) for path in (*self.plan.linears, *self.plan.experts)]
+        size = sum(buffer.nbytes for module in packed for buffer in module.buffers())
+        large = [f"{n} {tuple(p.shape)}" for n, p in model.named_parameters() if p.numel() >= _LARGE and p.ndim > 1]
+        logger.info(
+            "hf_mxfp4: %d modules packed in %d bytes (%d linear layers, %d experts); large tensors not packed: %s",
+            len(packed),
+            size,
+            len(self.plan.linears),
+            len(self.plan.experts),
+            ", ".join(large) or "none",
+        )
+        unsupported = {name: why for name, why in self.plan.kept.items() if ": " in why}
+        if unsupported:
+            listed = "\n  ".join(unsupported.values())
+            logger.warning(
+                'hf_mxfp4: %d modules left in full precision (on_unsupported="keep"):\n  %s', len(unsupported), listed
+            )
+
+    # --- saving, training, dequantizing ------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model):
+        return None, {}
+
+    def is_serializable(self, **kwargs) -> bool:
+        """FP4 models are saved packed."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train on top of packed weights."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model, dtype=None):
+        """Put plain modules back in the places of packed ones."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
+        with torch.device("meta"):
+            skeleton = type(model)(copy.deepcopy(model.config))
+        for path, module in list(model.named_modules()):
+            if isinstance(module, FP4Linear):
+                # Parameters stay on the packed module's device; the bias is the same parameter.
+                dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+                dense.weight = nn.Parameter(module.weight.to(dtype))
+                dense.bias = None if module.bias is None else nn.Parameter(module.bias.data.to(dtype))
+            elif isinstance(module, FP4Experts):
+                dense = skeleton.get_submodule(path)
+                for name in module.shapes:
+                    setattr(dense, name, nn.Parameter(module.dequantized(name, dtype)))
+                    if module.has_bias:
+                        setattr(dense, f"{name}_bias", nn.Parameter(getattr(module, f"{name}_bias").data.to(dtype)))
+            else:
+                continue
+            dense.train(module.training)
+            model.set_submodule(path, dense)
+        for attribute in ("_weight_conversions", "num_parameters"):
+            model.__dict__.pop(attribute, None)
+        return model
+
+
+class ParameterCounter:
+    """`model.num_parameters` of a packed model: counts packed weights as the weights they stand for."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As `PreTrainedModel.num_parameters`; packed weights count as not trainable."""
+        total = type(self.model).num_parameters(self.model, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return total
+        packed = [
+            buffer.numel() * 2
+            for module in self.model.modules()
+            if isinstance(module, (FP4Linear, FP4Experts))
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.endswith("_packed")
+        ]
+        return total + sum(packed)
+
+
+class PortableConfig(auto.CompressedTensorsConfig):
+    """Stands at transformers' `compressed-tensors` entry: dicts that carry our key become `FP4Config`, all others go
+    to transformers' own class untouched."""
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        target = FP4Config if HF_MXFP4_KEY in config_dict else auto.CompressedTensorsConfig
+        return target.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
+
+
+def register() -> None:
+    """Make transformers know `quant_method: hf_mxfp4`, and our portable checkpoints. Safe to call twice."""
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = FP4Config
+    auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = FP4HfQuantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[LAYOUTS["portable"].quant_method] = PortableConfig
+    if FP4Config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, FP4Config)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantize, dequantize, pack, unpack and a linear layer in plain torch: the definition of correct.
+
+Every kernel has its twin here and is tested against it bit for bit (codes, scales, decoded values).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hf_mxfp4.formats import E2M1_VALUES, FORMATS, BlockFormat, QuantizedTensor
+from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, Scales, blocked_magnitudes, round_magnitude, row_chunks
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 `[..., K]` (one a byte) -> packed uint8 `[..., K/2]`: even k in the low nibble, odd in the high."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Packed uint8 `[..., K/2]` -> codes uint8 `[..., K]`."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes (uint8, 0..15) nearest to finite `x`: ties to even mantissa, saturating at 6, sign kept, -0 too."""
+    doubled = round_magnitude(x.to(torch.float32).abs()).mul_(2)
+    code = doubled - (doubled - 4).clamp_(min=0) / 2 - (doubled - 8).clamp_(min=0) / 4  # 6, 8, 12 -> 5, 6, 7
+    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def check_weight(weight: torch.Tensor, fmt: BlockFormat, name: str = "weight") -> None:
+    """Raise on what cannot be quantized: wrong dtype, K not a multiple of the block size, NaN or Inf."""
+    if weight.dtype not in _FLOAT_DTYPES:
+        raise TypeError(
+            f"{name}: dtype {weight.dtype} cannot be quantized; bfloat16, float16 or float32 is needed. Load the "
+            "original full-precision checkpoint, or dequantize it first."
+        )
+    if weight.ndim == 0:
+        raise ValueError(f"{name}: a 0-d tensor cannot be quantized; a weight [..., K] is needed.")
+    fmt.check_in_features(weight.shape[-1], name)
+    rows = weight.reshape(-1, weight.shape[-1])
+    bad = sum(int((~torch.isfinite(rows[part])).sum()) for part in row_chunks(rows))
+    if bad:
+        raise ValueError(
+            f"{name}: {bad} of {weight.numel()} values are NaN or Inf; only finite weights can be quantized. Repair "
+            "the checkpoint, or add the module to modules_to_not_convert."
+        )
+
+
+def encode(weight: torch.Tensor, scales: Scales, fmt: BlockFormat) -> torch.Tensor:
+    """Round a matrix `[N, K]` to nearest with *given* scales.
+
+    Returns:
+        packed uint8 `[N, K/2]`.
+    """
+    packed = torch.empty((weight.shape[0], weight.shape[1] // 2), dtype=torch.uint8, device=weight.device)
+    for rows in row_chunks(weight):
+        magnitude = blocked_magnitudes(weight[rows], fmt.block_size)
+        if scales.global_scale is not None:
+            magnitude = magnitude / scales.global_scale
+        magnitude = magnitude / fmt.decode_scale(scales.scale[rows])[..., None]
+        packed[rows] = pack(round_to_e2m1(magnitude.flatten(1).copysign(weight[rows].to(torch.float32))))
+    return packed
+
+
+def quantize(
+    weight: torch.Tensor,
+    format: str | BlockFormat,
+    scale_rule: str = "soar",
+    options: ScaleOptions = ScaleOptions(),
+    channel_weights: torch.Tensor | None = None,
+    name: str = "weight",
+) -> QuantizedTensor:
+    """Quantize a weight, or a stack of them.
+
+    Args:
+        weight (`torch.Tensor`): bfloat16, float16 or float32 `[..., K]`. Leading dimensions before the last two are a
+            stack of matrices, each with its own tensor scale.
+        format (`str` or `BlockFormat`): `"mxfp4"` or `"nvfp4"`.
+        scale_rule (`str`): a key of `SCALE_RULES`.
+        options (`ScaleOptions`): options of the rule.
+        channel_weights (`torch.Tensor`, *optional*): `[K]`, >= 0; the rule then minimises `sum h_k (w - w_hat)^2`.
+        name (`str`): named in errors.
+
+    Returns:
+        `QuantizedTensor` with `packed` `[..., K/2]`, `scale` `[..., K/B]`, `global_scale` `[...]` less the last two
+        dimensions, or `None`.
+
+    Raises:
+        TypeError: for a dtype that is not one of the three.
+        ValueError: for NaN or Inf, or K that is not a multiple of the block size.
+    """
+    fmt = FORMATS[format] if isinstance(format, str) else format
+    check_weight(weight, fmt, name)
+    rule = SCALE_RULES[scale_rule]
+    if fmt.name not in rule.formats:
+        raise ValueError(f"scale_rule={scale_rule!r} works for {', '.join(rule.formats)}, not for {fmt.name}.")
+    matrices = weight.reshape(-1, *weight.shape[-2:]) if weight.ndim >= 2 else weight.reshape(1, 1, -1)
+    packed, scale, global_scale = [], [], []
+    for matrix in matrices:
+        scales = rule.function(matrix, fmt, options, channel_weights)
+        packed.append(encode(matrix, scales, fmt))
+        scale.append(scales.scale.view(torch.uint8))
+        global_scale.append(scales.global_scale)
+    lead, stack = weight.shape[:-1], weight.shape[:-2]
+    if not packed:
+        packed, scale = [weight.new_empty(0, dtype=torch.uint8)], [weight.new_empty(0, dtype=torch.uint8)]
+        global_scale = [torch.empty(stack, device=weight.device)]
+    return QuantizedTensor(
+        torch.cat(packed).view(*lead, weight.shape[-1] // 2),
+        fmt.scale_from_bytes(torch.cat(scale).view(*lead, weight.shape[-1] // fmt.block_size)),
+        torch.stack(global_scale).view(stack) if fmt.has_global_scale else None,
+        fmt,
+    )
+
+
+def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Decode packed codes to real values: `E2M1[code] * scale * global_scale`.
+
+    Args:
+        weight (`QuantizedTensor`): `packed` uint8 `[..., N, K/2]`, low nibble first; `scale` `[..., N, K/B]` and
+            `global_scale` float32 `[...]` multiply.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`): output dtype. The product is formed in float32
+            (code times scale is exact there) and rounded once.
+
+    Returns:
+        `torch.Tensor` `[..., N, K]`.
+
+    Source: OCP MX v1.0, section 5.4.1 (E8M0) and table 5 (E2M1).
+    """
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.packed.device)
+    flat, rows_out = weight.packed.reshape(-1, weight.packed.shape[-1]), out.view(-1, out.shape[-1])
+    scale = weight.scale.reshape(-1, weight.scale.shape[-1])
+    per_row = None
+    if weight.global_scale is not None:
+        rows_each = weight.packed.shape[-2] if weight.packed.ndim > 1 else 1
+        per_row = weight.global_scale.reshape(-1, 1).expand(-1, rows_each).reshape(-1)
+    for rows in row_chunks(rows_out):
+        global_scale = None if per_row is None else per_row[rows]
+        rows_out[rows] = decode_rows(flat[rows], scale[rows], global_scale, weight.format)
+    return out
+
+
+def decode_rows(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, fmt: BlockFormat):
+    """Decode rows: packed `[n, K/2]`, scale `[n, K/B]`, global_scale `[n]`, `[]` or `None` -> float32 `[n, K]`."""
+    byte = torch.arange(256, dtype=torch.uint8, device=packed.device)
+    pairs = torch.tensor(E2M1_VALUES, device=packed.device)[unpack(byte[:, None]).to(torch.int32)]
+    # A byte's two values as one 64-bit element: half the look-ups, and `index_select` over a flat table is the fastest
+    # of torch's gathers on CPU (17 times `table[codes]`).
+    values = pairs.view(torch.int64).flatten().index_select(0, packed.flatten().to(torch.int32))
+    values = values.view(torch.float32).view(*packed.shape[:-1], -1, fmt.block_size)
+    values.mul_(fmt.decode_scale(scale)[..., None])
+    if global_scale is not None:
+        values.mul_(global_scale.reshape(-1, 1, 1))
+    return values.flatten(-2)
+
+
+def linear(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x [..., K] @ dequantize(weight [N, K]).T + bias`, formed in float64 and rounded once to `x.dtype`."""
+    out = x.to(torch.float64) @ dequantize(weight, torch.float64).T
+    return (out if bias is None else out + bias.to(torch.float64)).to(x.dtype)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny randomly initialised models of the architectures the tests run on."""
+
+import torch
+import transformers
+
+_COMMON = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+
+
+def tiny_config(name: str, **changes):
+    """Config of a tiny model: qwen3, llama (bias), qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss, bert."""
+    make = {
+        "qwen3": lambda **kw: transformers.Qwen3Config(tie_word_embeddings=True, **kw),
+        "llama": lambda **kw: transformers.LlamaConfig(attention_bias=True, mlp_bias=True, **kw),
+        "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(num_experts=4, **_EXPERTS, **kw),
+        "mixtral": lambda **kw: transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **kw),
+        "olmoe": lambda **kw: transformers.OlmoeConfig(num_experts=4, num_experts_per_tok=2, **kw),
+        "deepseek_v3": lambda **kw: transformers.DeepseekV3Config(
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=32,
+            q_lora_rank=32,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            **_EXPERTS,
+            **{**kw, "num_key_value_heads": 4},
+        ),
+        "gpt_oss": lambda **kw: transformers.GptOssConfig(
+            num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2, **kw
+        ),
+        "bert": lambda **kw: transformers.BertConfig(
+            **{k: v for k, v in kw.items() if k not in ("num_key_value_heads", "head_dim")}
+        ),
+    }
+    return make[name](**_COMMON | changes)
+
+
+def tiny_model(name: str, dtype=torch.bfloat16, seed: int = 0, **changes):
+    """A tiny model with random weights of a trained model's size (standard deviation 0.05)."""
+    torch.manual_seed(seed)
+    config = tiny_config(name, **changes)
+    make = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+    model = make.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.05)
+    return model
+
+
+DENSE = ("qwen3", "llama", "bert")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
+
+
+def tokens(rows: int = 2, length: int = 7, seed: int = 1) -> torch.Tensor:
+    """Random token ids `[rows, length]`, none of them a special token."""
+    return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
