@@ -58,7 +58,7 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
         ValueError: for modules that cannot be packed, unless `on_unsupported="keep"`; if nothing is left to pack.
     """
     float32_modules = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
-    default_skips = HfQuantizer.get_modules_to_not_convert(model, keep_in_fp32_modules=float32_modules)
+    default_skips = HfQuantizer.get_modules_to_not_convert(model)
     default_skips.append(list(model.named_parameters())[-1][0].rpartition(".")[0])  # the last module, with bias or not
     user_skips = list(config.modules_to_not_convert or ())
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
@@ -75,7 +75,9 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
         elif name in tied:
             reason = "tied to another weight"
         elif override is None and not should_convert_module(name, default_skips):
-            reason = "kept by transformers (output head, or float32 module)"
+            reason = "output head"
+        elif any(re.search(rf"(^|\.){re.escape(kept)}($|\.)", name) for kept in float32_modules):
+            reason = "kept in float32 by the model"
         elif override is None and name.rpartition(".")[2] in _ROUTER_NAMES:
             reason = "router"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:

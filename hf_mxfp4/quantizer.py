@@ -44,6 +44,7 @@ class FP4HfQuantizer(HfQuantizer):
         self.plan: conversion.Plan | None = None
         self.layout = "own"
         self.loader: conversion.QuantizeOnLoad | None = None
+        self.weight_names: set[str] = set()
 
     # --- before loading ----------------------------------------------------------------------------------------------
 
@@ -86,6 +87,7 @@ class FP4HfQuantizer(HfQuantizer):
             self.layout = config.layout
         if not self.pre_quantized:
             self.loader = conversion.QuantizeOnLoad(self.plan, config)
+            self.weight_names = self.plan.weight_names(model)
             return model
         headers = self._read_headers(checkpoint_files)
         self._plan_what_is_packed(model, headers)
@@ -145,12 +147,7 @@ class FP4HfQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         """Whether a full-precision parameter is to be packed on load."""
-        return self.loader is not None and param_name in self._weight_names(model)
-
-    def _weight_names(self, model) -> set[str]:
-        if not hasattr(self, "_cached_names"):
-            self._cached_names = self.plan.weight_names(model)
-        return self._cached_names
+        return self.loader is not None and param_name in self.weight_names
 
     def get_quantize_ops(self):
         return self.loader
@@ -173,12 +170,11 @@ class FP4HfQuantizer(HfQuantizer):
 
     def preprocess_model(self, model, **kwargs):
         self._model = model  # 5.17 does not pass the model to update_weight_conversions
-        try:
-            return super().preprocess_model(model, **kwargs)
-        finally:
-            model.hf_quantizer = self
+        return super().preprocess_model(model, **kwargs)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise ValueError("packed FP4 layers cannot be split by a tensor-parallel plan; load without tp_plan.")
         if self.loader is not None:
             self.loader.finish(model)
             self.loader = None
@@ -195,7 +191,6 @@ class FP4HfQuantizer(HfQuantizer):
         model.num_parameters = ParameterCounter(model)
         self._report(model)
         if config.dequantize:
-            model.hf_quantizer = self
             self._dequantize(model, model.dtype)
             self.remove_quantization_config(model)
         return model

@@ -43,11 +43,11 @@ def dequantize_kernel(
 
 
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode `weight` `[..., N, K]` (last dimensions of its tensors dense) to `dtype`, float32, bfloat16 or float16."""
+    """Decode `weight` `[..., N, K]` (dense along K) to `dtype`: float32, bfloat16 or float16."""
     packed = weight.packed.reshape(-1, weight.packed.shape[-1])
     scale = weight.scale.view(torch.uint8).reshape(-1, weight.scale.shape[-1])
     out = torch.empty(weight.shape, dtype=torch.float32 if INTERPRET else dtype, device=packed.device)
-    (rows, columns), k = packed.shape, weight.shape[-1]
+    rows, k = packed.shape[0], weight.shape[-1]
     if rows:
         with torch.cuda.device_of(packed):
             dequantize_kernel[triton.cdiv(rows, TILE["TILE_R"]), triton.cdiv(k, TILE["TILE_K"])](

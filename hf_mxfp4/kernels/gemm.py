@@ -25,14 +25,16 @@ def find_rows(offsets, tokens, experts, TILE_M: tl.constexpr, EXPERTS: tl.conste
     """
     slot = tl.program_id(0)
     if offsets is None:
-        return 0, slot * TILE_M, tokens
-    index = tl.arange(0, EXPERTS)
-    slots = tl.load(offsets + index, mask=index < experts, other=0) // TILE_M + index
-    expert = tl.maximum(tl.sum(((slots <= slot) & (index < experts)).to(tl.int32)) - 1, 0)
-    start = tl.load(offsets + expert)
-    row = start + (slot - start // TILE_M - expert) * TILE_M
-    end = tl.minimum(tl.load(offsets + expert + 1), tokens)  # never past x, whatever offsets hold
-    return expert, row, tl.where(row < tl.maximum(start, 0), 0, end)
+        expert, row, end = 0, slot * TILE_M, tokens
+    else:
+        index = tl.arange(0, EXPERTS)
+        slots = tl.load(offsets + index, mask=index < experts, other=0) // TILE_M + index
+        expert = tl.maximum(tl.sum(((slots <= slot) & (index < experts)).to(tl.int32)) - 1, 0)
+        start = tl.load(offsets + expert)
+        row = start + (slot - start // TILE_M - expert) * TILE_M
+        end = tl.minimum(tl.load(offsets + expert + 1), tokens)  # never past x, whatever offsets hold
+        row = tl.where(row < tl.maximum(start, 0), end, row)
+    return expert, row, end
 
 
 @triton.jit
@@ -228,8 +230,8 @@ def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
 def linear(x, weight: QuantizedTensor, bias=None, offsets=None) -> torch.Tensor:
     """`x [tokens, K] @ W.T + bias` in `x.dtype` (float32, bfloat16, float16), accumulated in float32.
 
-    With `offsets` (int32 `[E+1]`), `weight` and `bias` are stacks and rows `offsets[e] .. offsets[e+1]` of x meet expert
-    e; rows of no expert come out as zeros. The host does not wait for the values of `offsets`.
+    With `offsets` (int32 `[E+1]`), `weight` and `bias` are stacks and rows `offsets[e] .. offsets[e+1]` of x meet
+    expert e; rows of no expert come out as zeros. The host does not wait for the values of `offsets`.
     """
     return _launch(linear_kernel, x, weight, (None if bias is None else bias.contiguous(),), offsets, grad=False)
 

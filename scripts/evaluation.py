@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a quantized causal LM is from the full-precision one it was made of: divergence, perplexity, weight error.
+
+Shared by the demo and the benchmark scripts, which import it as a sibling.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from demo_data import windows
+from hf_mxfp4 import FP4Experts, FP4Linear, dequantize
+
+
+class Estimate(NamedTuple):
+    """A mean over windows and its standard error (NaN for a single window), in the unit of what was averaged."""
+
+    mean: float
+    error: float
+
+
+class Scores(NamedTuple):
+    """Per-window means of one model on float64 `[W]` windows, nats per token.
+
+    Attributes:
+        loss: negative log-likelihood of the text.
+        divergence: KL(reference || model) of the next-token distribution.
+    """
+
+    loss: torch.Tensor
+    divergence: torch.Tensor
+
+    @property
+    def kl(self) -> Estimate:
+        """KL divergence to the reference, nats per token."""
+        return estimate(self.divergence)
+
+    @property
+    def perplexity(self) -> Estimate:
+        """Per-token perplexity; the error is that of the choice of text (delta method)."""
+        loss = estimate(self.loss)
+        return Estimate(math.exp(loss.mean), math.exp(loss.mean) * loss.error)
+
+    def perplexity_increase(self, reference: "Scores") -> Estimate:
+        """Perplexity over the reference's, minus 1. Paired by window: the difficulty of the text cancels."""
+        change = estimate(self.loss - reference.loss)
+        return Estimate(math.expm1(change.mean), math.exp(change.mean) * change.error)
+
+
+def estimate(values: torch.Tensor) -> Estimate:
+    """Mean of `[W]` values and its standard error. Windows, not tokens, are the sample: tokens of one depend."""
+    error = values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Estimate(values.mean().item(), error)
+
+
+def spread_windows(stream: torch.Tensor, tokens: int, seq: int = 256) -> torch.Tensor:
+    """Windows that lie evenly over a whole text.
+
+    Args:
+        stream (`torch.Tensor`): token ids, int64 `[T]`.
+        tokens (`int`): predicted tokens wanted; rounded down to whole windows (at least one), at most all of the text.
+        seq (`int`, defaults to 256): predicted tokens of a window.
+
+    Returns:
+        `torch.Tensor` int64 `[W, seq + 1]`.
+    """
+    if len(stream) <= seq:
+        raise ValueError(f"the text has {len(stream)} tokens; at least {seq + 1} are needed for one window.")
+    rows = torch.cat(list(windows(stream, seq, 1)))
+    count = min(max(1, tokens // seq), len(rows))
+    return rows[torch.arange(count) * len(rows) // count]
+
+
+@torch.no_grad()
+def score(
+    reference: nn.Module,
+    models: Mapping[str, nn.Module],
+    rows: torch.Tensor,
+    batch: int = 8,
+    advance: Callable[[int], None] = lambda count: None,
+) -> tuple[Scores, dict[str, Scores]]:
+    """Score models against their full-precision reference on the same windows.
+
+    The reference's distribution is computed once for a batch and dropped after it, so memory does not grow with the
+    text. Distributions are compared in float32.
+
+    Args:
+        reference (`nn.Module`): the full-precision model; its logits are what the models are compared to.
+        models (`Mapping[str, nn.Module]`): what to score, by name.
+        rows (`torch.Tensor`): token ids, int64 `[W, S + 1]`.
+        batch (`int`, defaults to 8): windows in a forward pass.
+        advance (`Callable`, *optional*): told after each forward pass how many windows it was.
+
+    Returns:
+        Scores of the reference (its divergence is zero) and of every model, by name.
+    """
+    parts: dict[str | None, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in (None, *models)}
+    for chunk in rows.split(batch):
+        expected = _log_probabilities(reference, chunk)
+        parts[None].append((_loss(expected, chunk), torch.zeros(len(chunk), dtype=torch.float64)))
+        advance(len(chunk))
+        for name, model in models.items():
+            found = _log_probabilities(model, chunk).to(expected.device)
+            divergence = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+            parts[name].append((_loss(found, chunk), divergence.double().mean(-1).cpu()))
+            advance(len(chunk))
+    scores = {name: Scores(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
+    return scores.pop(None), scores
+
+
+def _log_probabilities(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Float32 next-token log-probabilities `[b, S, V]` after each token of `rows` `[b, S + 1]` but the last."""
+    return model(input_ids=rows[:, :-1].to(model.device), use_cache=False).logits.float().log_softmax(-1)
+
+
+def _loss(log_probabilities: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Mean negative log-likelihood of each row's tokens but the first, float64 `[b]`, nats per token."""
+    targets = rows[:, 1:, None].to(log_probabilities.device)
+    return -log_probabilities.gather(-1, targets)[..., 0].double().mean(-1).cpu()
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in the full-precision model and float32 decoded values of every packed weight."""
+    for path, module in model.named_modules():
+        if isinstance(module, FP4Linear):
+            yield f"{path}.weight", dequantize(module.quantized, torch.float32)
+        elif isinstance(module, FP4Experts):
+            for name in module.shapes:
+                yield f"{path}.{name}", module.dequantized(name, torch.float32)
+
+
+def bits_per_weight(model: nn.Module) -> float:
+    """Bits stored for each packed weight: codes, block scales and tensor scales."""
+    packed = [module for module in model.modules() if isinstance(module, (FP4Linear, FP4Experts))]
+    stored = sum(buffer.nbytes for module in packed for buffer in module.buffers(recurse=False))
+    return 8 * stored / sum(weight.numel() for _, weight in packed_weights(model))
+
+
+def weight_error(model: nn.Module, reference: nn.Module) -> float:
+    """Squared error of all packed weights over their squared norm, relative to the reference's weights."""
+    error = norm = 0.0
+    for name, found in packed_weights(model):
+        expected = reference.get_parameter(name).to(found)
+        error += (found - expected).square().sum(dtype=torch.float64).item()
+        norm += expected.square().sum(dtype=torch.float64).item()
+    return error / norm

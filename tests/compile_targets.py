@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels for a GPU that need not be there; what they use comes out as a JSON line per variant.
+
+    python tests/compile_targets.py cuda:90
+    python tests/compile_targets.py hip:gfx942
+
+One process per target: triton 3.6 keeps state about E4M3 conversions between targets.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_mxfp4.formats import FORMATS, QuantizedTensor
+from hf_mxfp4.kernels import dequantize, gemm
+
+POINTERS = {"packed": "*u8", "scale": "*u8", "global_scale": "*fp32", "offsets": "*i32"}
+ACTIVATIONS = ("x", "bias", "out")
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def variants() -> Iterator[tuple]:
+    """(name, kernel, dtype, compile-time arguments, launch options), as the launchers would choose them."""
+    for fmt in FORMATS.values():
+        e8m0 = fmt.scale_dtype == torch.uint8
+        absent = {} if fmt.has_global_scale else {"global_scale": None}
+        shape = {"E8M0": e8m0, "BLOCK": fmt.block_size}
+        for dtype in (torch.bfloat16, torch.float32):
+            constants = {**shape, **absent, "EVEN_K": dtype == torch.bfloat16}
+            yield f"dequantize {fmt.name}", dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
+        weight = QuantizedTensor(*(torch.empty(256, 4096 // d, device="meta") for d in (2, fmt.block_size)), None, fmt)
+        for dtype, tokens, experts in (
+            *((torch.bfloat16, tokens, 1) for tokens in (1, 64, 512)),
+            *((dtype, 64, 1) for dtype in (torch.float16, torch.float32)),
+            (torch.bfloat16, 1024, 128),
+        ):
+            for grad in (False, True):
+                if grad and tokens == 1:
+                    continue
+                tile = gemm.tile(dtype, tokens, experts, grad)
+                constants = {**gemm.constants(dtype, weight, tile["TILE_K"], experts), **absent}
+                if experts == 1:
+                    constants |= {"offsets": None, "bias": None}
+                kernel = gemm.linear_grad_kernel if grad else gemm.linear_kernel
+                name = f"{'linear_grad' if grad else 'linear'} {fmt.name} tokens={tokens} experts={experts}"
+                yield name, kernel, dtype, constants, tile
+
+
+def compile_variant(kernel, dtype, constants: dict, options: dict, target: GPUTarget):
+    """`triton.compile` with pointers, sizes and strides aligned to 16, as real tensors have them."""
+    options = dict(options)
+    constants = {**constants, **{name: options.pop(name) for name in [*options] if name.isupper()}}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        activation = f"*{SHORT[dtype]}" if name in ACTIVATIONS else "i32"
+        signature[name] = "constexpr" if name in constants else POINTERS.get(name, activation)
+        if name not in constants and name not in ("tokens", "experts", "R", "rows_per_matrix"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target, options=options)
+
+
+def resources(compiled, backend: str) -> dict[str, int]:
+    """Registers and shared memory, and whatever was put on the stack for want of registers."""
+    used = {"shared": compiled.metadata.shared}
+    if backend == "hip":
+        text = compiled.asm["amdgcn"]
+        fields = {"registers": r"\.vgpr_count", "spills": r"\.vgpr_spill_count", "stack": r"\.private_segment_fixed_size"}
+        return used | {key: int(re.search(rf"{field}:\s+(\d+)", text)[1]) for key, field in fields.items()}
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    fields = {"registers": "REG", "stack": "STACK", "spills": "LOCAL"}
+    return used | {key: int(re.search(rf"{field}:(\d+)", text)[1]) for key, field in fields.items()}
+
+
+def main(name: str) -> None:
+    backend, arch = name.split(":")
+    target = GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
+    for label, kernel, dtype, constants, options in variants():
+        compiled = compile_variant(kernel, dtype, constants, options, target)
+        print(json.dumps({"variant": f"{label} {SHORT[dtype]}", **resources(compiled, backend)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
