@@ -75,6 +75,11 @@ class FP4Config(QuantizationConfigMixin):
         >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", quantization_config=config)
     """
 
+    def __new__(cls, *args, **kwargs):
+        config = super().__new__(cls)
+        config.given = {*FIELDS[: len(args)], *kwargs}  # arguments a caller spelled out, defaults or not
+        return config
+
     def __init__(
         self,
         format: str = "nvfp4",
@@ -209,13 +214,11 @@ class FP4Config(QuantizationConfigMixin):
         return {name: getattr(self, name) for name in ("dequantize", "backend", "compute_dtype")} | {"requested": self}
 
     def contradictions(self, requested: FP4Config) -> list[str]:
-        """Fields that `requested` sets to other values than this (a checkpoint's) config has."""
-        default = FP4Config()
-        fields = ("format", "scale_rule", "search", "global_scale")
+        """Fields that `requested` spells out with other values than this (a checkpoint's) config has."""
         return [
             f"{name}={getattr(requested, name)!r} (the checkpoint: {getattr(self, name)!r})"
-            for name in fields
-            if getattr(requested, name) not in (getattr(default, name), getattr(self, name))
+            for name in _OVERRIDE_KEYS
+            if name in requested.given and getattr(requested, name) != getattr(self, name)
         ]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -30,7 +30,8 @@ from hf_mxfp4 import FP4Config
 
 SEQUENCE = 256  # predicted tokens of a window
 CODE_PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
-PROBLEMS = (Problem(37, "+", 58), Problem(64, "+", 29), Problem(37, "-", 18))
+PROBLEMS = (Problem(37, "+", 58), Problem(64, "+", 29), Problem(37, "-", 18))  # all but the first held out of training
+PALETTE = {"bf16": "#8a8a8a", "NVFP4": "#4c9a2a", "MXFP4": "#2b6cb0"}
 
 
 class Method(NamedTuple):
@@ -41,15 +42,16 @@ class Method(NamedTuple):
     config: FP4Config | None
 
 
+BASE = Method("bf16", "bf16", None)
+SHOWN = Method("NVFP4 soar", "nvfp4", FP4Config(format="nvfp4", scale_rule="soar"))  # reloaded, writes the sample
 METHODS = (
-    Method("bf16", "bf16", None),
+    BASE,
     Method("NVFP4 amax", "nvfp4-amax", FP4Config(format="nvfp4", scale_rule="amax")),
     Method("NVFP4 four_over_six", "nvfp4-four-over-six", FP4Config(format="nvfp4", scale_rule="four_over_six")),
-    Method("NVFP4 soar", "nvfp4", FP4Config(format="nvfp4", scale_rule="soar")),
+    SHOWN,
     Method("MXFP4 amax", "mxfp4-amax", FP4Config(format="mxfp4", scale_rule="amax")),
     Method("MXFP4 soar", "mxfp4", FP4Config(format="mxfp4", scale_rule="soar")),
 )
-SHOWN = METHODS[3]  # reloaded, and writes the sample
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +59,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     bundled = Path(__file__).resolve().parent / "demo_lm"
     parser.add_argument("--model", type=Path, default=bundled, metavar="DIR", help="checkpoint (default: bundled)")
-    parser.add_argument("--tokens", type=int, default=32768, metavar="N", help="held-out tokens (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=32768, metavar="N", help="held-out tokens (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="2048 tokens and a short sample")
     options = parser.parse_args()
@@ -76,7 +80,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def load(folder: Path, config: FP4Config | None = None) -> transformers.PreTrainedModel:
     """A causal LM from a folder: bf16, packed while it loads, or as it was saved."""
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16).eval()
+    # transformers takes an explicit None as "forget the checkpoint's own quantization_config".
+    quantization = {} if config is None else {"quantization_config": config}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **quantization).eval()
 
 
 def bytes_on_disk(folder: Path) -> int:
@@ -84,16 +90,16 @@ def bytes_on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-def figures(method: Method, model, reference, scores: Scores, reference_scores: Scores, output: Path) -> dict:
+def figures(method: Method, models: dict, all_scores: dict[str, Scores], output: Path) -> dict:
     """One row of the table; keys name the units. `*_error` is a standard error over windows."""
-    increase = scores.perplexity_increase(reference_scores)
-    packed = method.config is not None
+    model, scores, packed = models[method.label], all_scores[method.label], method is not BASE
+    increase = scores.perplexity_increase(all_scores[BASE.label])
     return {
         "method": method.label,
         "checkpoint": method.folder,
         "bits_per_weight": bits_per_weight(model) if packed else 16.0,
         "bytes": bytes_on_disk(output / method.folder),
-        "weight_error": weight_error(model, reference) if packed else 0.0,
+        "weight_error": weight_error(model, models[BASE.label]) if packed else 0.0,
         "kl_nats_per_token": scores.kl.mean,
         "kl_error": scores.kl.error,
         "perplexity": scores.perplexity.mean,
@@ -103,33 +109,29 @@ def figures(method: Method, model, reference, scores: Scores, reference_scores: 
     }
 
 
-def measure(options, tokenizer, reference, console: Console) -> tuple[list[dict], dict]:
-    """Quantize, save and score by every method; the rows of the table, and the models by label."""
-    rows = spread_windows(held_out_stream(tokenizer), options.tokens, SEQUENCE)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+def make_models(source: Path, tokenizer, output: Path, progress: Progress) -> dict[str, transformers.PreTrainedModel]:
+    """The model of each method by label, quantized while it loads and saved under `output`."""
     models = {}
-    with Progress(*columns, console=console, transient=True) as progress:
-        for method in progress.track(METHODS, description="quantizing"):
-            model = reference if method.config is None else load(options.model, method.config)
-            for saved in (model, tokenizer):
-                saved.save_pretrained(options.output / method.folder)
-            models[method.label] = model
-        bar = progress.add_task("scoring windows", total=len(rows) * len(METHODS))
-        quantized = {method.label: models[method.label] for method in METHODS if method.config is not None}
-        of_reference, scores = score(reference, quantized, rows, advance=lambda count: progress.advance(bar, count))
-    table = [
-        figures(m, models[m.label], reference, scores.get(m.label, of_reference), of_reference, options.output)
-        for m in METHODS
-    ]
-    return table, models | {"windows": rows}
+    for method in progress.track(METHODS, description="quantizing"):
+        models[method.label] = load(source, method.config)
+        for saved in (models[method.label], tokenizer):
+            saved.save_pretrained(output / method.folder)
+    return models
+
+
+def measure(models: dict, rows: torch.Tensor, output: Path, progress: Progress) -> list[dict]:
+    """The rows of the table, from token windows int64 `[W, S + 1]`."""
+    bar = progress.add_task("scoring windows", total=len(rows) * len(models))
+    scores = score(models, BASE.label, rows, advance=lambda count: progress.advance(bar, count))
+    return [figures(method, models, scores, output) for method in METHODS]
 
 
 def render(table: list[dict], name: str, tokens: int) -> Table:
     """The table as printed; it fits 80 columns."""
     shown = Table(
         title=f"FP4 against bf16: {name}, {tokens:,} held-out tokens",
-        caption="bytes: the whole checkpoint. weight error: squared, relative, over packed weights.\n"
-        "±: standard error over windows; that of the increase is paired with bf16.",
+        caption="bytes: all files, embeddings in bf16. weight error: squared, relative, of packed\n"
+        "weights. ±: standard error over windows; increase: over bf16, window by window.",
         caption_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
@@ -158,22 +160,19 @@ def same_logits(first, second, rows: torch.Tensor) -> bool:
     return torch.equal(first(input_ids=rows).logits, second(input_ids=rows).logits)
 
 
-def continuation(model, tokenizer, prompt: str, tokens: int) -> str:
-    """What a model writes after a prompt, greedily."""
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
 def write_samples(model, tokenizer, tokens: int, console: Console) -> list[dict]:
-    """Print and return what the model writes after the prompts."""
+    """Print and return what the model writes, greedily, after the prompts."""
     samples = []
     for prompt, answer in [(CODE_PROMPT, None), *((problem.prompt, problem.answer) for problem in PROBLEMS)]:
-        written = continuation(model, tokenizer, prompt, tokens if answer is None else 6)
-        if answer is not None:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        output = model.generate(**inputs, max_new_tokens=8 if answer else tokens, do_sample=False)
+        written = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        if answer is None:
+            verdict = "\n"
+        else:
             written = written.split("\n")[0]
-        verdict = "" if answer is None else "  right" if written == answer else f"  wrong: {answer}"
-        console.print(Text.assemble((prompt, "dim"), (written, "bold"), (verdict, "dim"), "\n" if not answer else ""))
+            verdict = "  right" if written == answer else f"  wrong: {answer}"
+        console.print(Text.assemble((prompt, "dim"), (written, "bold"), (verdict, "dim")))
         samples.append({"prompt": prompt, "written": written, "expected": answer})
     return samples
 
@@ -187,8 +186,7 @@ def draw(table: list[dict], name: str, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     labels = [row["method"] for row in table]
-    palette = {"bf16": "#8a8a8a", "NVFP4": "#4c9a2a", "MXFP4": "#2b6cb0"}
-    colors = [palette[label.split()[0]] for label in labels]
+    colors = [PALETTE[label.split()[0]] for label in labels]
     divergences, errors = [row["kl_nats_per_token"] for row in table], [row["kl_error"] for row in table]
     sizes = [row["bytes"] / 1e6 for row in table]
     left.barh(labels, divergences, xerr=errors, color=colors, error_kw={"ecolor": "#333333", "capsize": 3})
@@ -213,15 +211,18 @@ def main() -> int:
     options = parse_arguments()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    console = Console(highlight=False)
-    tokenizer, reference = AutoTokenizer.from_pretrained(options.model), load(options.model)
-    table, made = measure(options, tokenizer, reference, Console(stderr=True))
-    rows, name = made["windows"], options.model.resolve().name
-    tokens = rows[:, 1:].numel()
+    console = Console(highlight=False, soft_wrap=True)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    rows = spread_windows(held_out_stream(tokenizer), options.tokens, SEQUENCE)
+    name, tokens = options.model.resolve().name, rows[:, 1:].numel()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        models = make_models(options.model, tokenizer, options.output, progress)
+        table = measure(models, rows, options.output, progress)
     console.print(render(table, name, tokens))
 
     reloaded = load(options.output / SHOWN.folder)
-    equal = same_logits(made[SHOWN.label], reloaded, rows[:2])
+    equal = same_logits(models[SHOWN.label], reloaded, rows[:2])
     verdict = "equal bit for bit" if equal else "[red]different[/]: please report this as a bug"
     console.print(f"\n{SHOWN.label}, saved and loaded again: logits are {verdict}. It writes:\n")
     samples = write_samples(reloaded, tokenizer, 16 if options.quick else 64, console)

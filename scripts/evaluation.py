@@ -77,39 +77,39 @@ def spread_windows(stream: torch.Tensor, tokens: int, seq: int = 256) -> torch.T
 
 @torch.no_grad()
 def score(
-    reference: nn.Module,
     models: Mapping[str, nn.Module],
+    reference: str,
     rows: torch.Tensor,
     batch: int = 8,
     advance: Callable[[int], None] = lambda count: None,
-) -> tuple[Scores, dict[str, Scores]]:
+) -> dict[str, Scores]:
     """Score models against their full-precision reference on the same windows.
 
     The reference's distribution is computed once for a batch and dropped after it, so memory does not grow with the
     text. Distributions are compared in float32.
 
     Args:
-        reference (`nn.Module`): the full-precision model; its logits are what the models are compared to.
-        models (`Mapping[str, nn.Module]`): what to score, by name.
+        models (`Mapping[str, nn.Module]`): what to score, by name; the reference is one of them.
+        reference (`str`): name of the full-precision model that the others are compared to.
         rows (`torch.Tensor`): token ids, int64 `[W, S + 1]`.
         batch (`int`, defaults to 8): windows in a forward pass.
         advance (`Callable`, *optional*): told after each forward pass how many windows it was.
 
     Returns:
-        Scores of the reference (its divergence is zero) and of every model, by name.
+        `dict[str, Scores]`: scores by name, in the order of `models`; the reference's divergence is zero.
     """
-    parts: dict[str | None, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in (None, *models)}
+    parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in models}
     for chunk in rows.split(batch):
-        expected = _log_probabilities(reference, chunk)
-        parts[None].append((_loss(expected, chunk), torch.zeros(len(chunk), dtype=torch.float64)))
-        advance(len(chunk))
+        expected = _log_probabilities(models[reference], chunk)
         for name, model in models.items():
-            found = _log_probabilities(model, chunk).to(expected.device)
-            divergence = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
+            if name == reference:
+                found, divergence = expected, torch.zeros(chunk.shape[0], 1)
+            else:
+                found = _log_probabilities(model, chunk).to(expected.device)
+                divergence = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
             parts[name].append((_loss(found, chunk), divergence.double().mean(-1).cpu()))
             advance(len(chunk))
-    scores = {name: Scores(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
-    return scores.pop(None), scores
+    return {name: Scores(*map(torch.cat, zip(*found, strict=True))) for name, found in parts.items()}
 
 
 def _log_probabilities(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
@@ -135,9 +135,13 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def bits_per_weight(model: nn.Module) -> float:
     """Bits stored for each packed weight: codes, block scales and tensor scales."""
-    packed = [module for module in model.modules() if isinstance(module, (FP4Linear, FP4Experts))]
-    stored = sum(buffer.nbytes for module in packed for buffer in module.buffers(recurse=False))
-    return 8 * stored / sum(weight.numel() for _, weight in packed_weights(model))
+    stored = codes = 0
+    for module in model.modules():
+        if isinstance(module, (FP4Linear, FP4Experts)):
+            for name, buffer in module.named_buffers(recurse=False):
+                stored += buffer.nbytes
+                codes += 2 * buffer.numel() if name.endswith("_packed") else 0
+    return 8 * stored / codes
 
 
 def weight_error(model: nn.Module, reference: nn.Module) -> float:

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny randomly initialised models of the architectures the tests run on."""
+"""Tiny randomly initialised models of the architectures the tests run on, on disk and quantized, made once each."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
+
+from hf_mxfp4 import FP4Config, FP4Experts, FP4Linear
 
 _COMMON = dict(
     vocab_size=128,
@@ -71,3 +78,72 @@ MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
 def tokens(rows: int = 2, length: int = 7, seed: int = 1) -> torch.Tensor:
     """Random token ids `[rows, length]`, none of them a special token."""
     return torch.randint(3, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def auto_class(name: str):
+    """The `Auto` class a tiny model is loaded with."""
+    return transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="hf_mxfp4-tests-")  # removed when the interpreter exits
+
+
+@functools.cache
+def source(name: str, dtype=torch.bfloat16) -> Path:
+    """Folder of a tiny model saved in full precision. Shared: not to be written to."""
+    folder = Path(_scratch().name) / f"{name}-{str(dtype).removeprefix('torch.')}"
+    tiny_model(name, dtype).save_pretrained(folder)
+    return folder
+
+
+class Case(NamedTuple):
+    """A tiny model quantized on load, and the same saved. Shared: not to be changed."""
+
+    name: str
+    format: str
+    dense: torch.nn.Module
+    model: torch.nn.Module
+    folder: Path
+
+    def load(self, **kwargs):
+        """The saved model, loaded again."""
+        return auto_class(self.name).from_pretrained(self.folder, **kwargs)
+
+    def quantize(self, folder=None, **fields):
+        """The full-precision model (or that in `folder`), quantized while it loads."""
+        config = FP4Config(format=self.format, **fields)
+        return auto_class(self.name).from_pretrained(folder or source(self.name), quantization_config=config)
+
+
+@functools.cache
+def case(name: str, format: str = "nvfp4") -> Case:
+    """The `Case` of a tiny model."""
+    dense = auto_class(name).from_pretrained(source(name))
+    model = auto_class(name).from_pretrained(source(name), quantization_config=FP4Config(format=format))
+    folder = Path(_scratch().name) / f"{name}-{format}"
+    model.save_pretrained(folder)
+    return Case(name, format, dense, model, folder)
+
+
+def packed_modules(model) -> dict[str, torch.nn.Module]:
+    """The packed modules of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, (FP4Linear, FP4Experts))}
+
+
+def outputs(model, rows: int = 2) -> torch.Tensor:
+    """Logits (or last hidden states) of a model for fixed tokens, without gradients."""
+    with torch.no_grad():
+        return model(tokens(rows).to(model.device))[0]
+
+
+def file_bytes(folder) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
+
+
+def saved_bytes(model, folder) -> dict[str, bytes]:
+    """Every file that `save_pretrained` writes."""
+    model.save_pretrained(folder)
+    return file_bytes(folder)

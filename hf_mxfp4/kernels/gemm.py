@@ -160,21 +160,21 @@ def linear_grad_kernel(
     tl.store(out + rows[:, None] * K + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
+# Rows of x in a tile: outputs in a tile, length of a step along the sum, warps, stages. The first row with enough room
+# is taken. Chosen for registers (no spills on any target, tests/test_kernel_compile.py) and programs in flight; a small
+# tile of outputs gives one token's product more programs than an H200 has multiprocessors. float32 has no tensor
+# cores: there the accumulator and both operands live in registers.
+TILES = {16: (32, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}
+TILES_FLOAT32 = {16: (64, 32, 4, 1), 64: (64, 32, 4, 1)}
+
+
 def tile(dtype: torch.dtype, tokens: int, experts: int = 1, grad: bool = False) -> dict[str, int]:
-    """Tile sizes and launch options by the number of tokens a matrix gets (the mean, for experts). Not tuned."""
-    mean = -(-tokens // experts)
-    if dtype == torch.float32:  # no tensor cores: small tiles, or the accumulator alone fills the registers
-        rows, outer, inner, warps, stages = min(64, _at_least_16(mean)), 64, 32, 4, 2
-    else:
-        rows = min(128, _at_least_16(mean))
-        outer, inner = (64, 128) if rows <= 32 else (128, 64)
-        warps, stages = (8 if rows == 128 else 4), 3
+    """Tile sizes and launch options for the tokens a matrix gets, the mean for experts. A heuristic, not tuned."""
+    tiles = TILES_FLOAT32 if dtype == torch.float32 else TILES
+    rows = next((rows for rows in tiles if rows * experts >= tokens), max(tiles))
+    outer, inner, warps, stages = tiles[rows]
     n, k = (inner, outer) if grad else (outer, inner)
     return {"TILE_M": rows, "TILE_N": n, "TILE_K": k, "num_warps": warps, "num_stages": stages}
-
-
-def _at_least_16(tokens: int) -> int:
-    return max(16, triton.next_power_of_2(tokens))
 
 
 def constants(x_dtype: torch.dtype, weight: QuantizedTensor, tile_k: int, experts: int) -> dict:
