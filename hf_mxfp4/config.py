@@ -222,7 +222,7 @@ class FP4Config(QuantizationConfigMixin):
         ]
 
 
-FIELDS = tuple(name for name in inspect.signature(FP4Config).parameters if name != "unknown")
+FIELDS = tuple(name for name in inspect.signature(FP4Config.__init__).parameters if name not in ("self", "unknown"))
 
 
 def quantize(weight: torch.Tensor, config: FP4Config | None = None) -> QuantizedTensor:

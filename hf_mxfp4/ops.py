@@ -45,8 +45,7 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16, bac
     Returns:
         `torch.Tensor` `[..., N, K]`, equal bit for bit on every backend.
     """
-    packed, scale, global_scale, fmt = weight
-    return torch.ops.hf_mxfp4.dequantize(packed, scale, global_scale, fmt.name, dtype, backend)
+    return torch.ops.hf_mxfp4.dequantize(*operands(weight), weight.format.name, dtype, backend)
 
 
 def linear(
@@ -63,9 +62,8 @@ def linear(
     Returns:
         `torch.Tensor` `[..., N]` in x's dtype (the autocast dtype under autocast).
     """
-    packed, scale, global_scale, fmt = weight
     x, bias = _autocast(x, bias)
-    return torch.ops.hf_mxfp4.linear(x, None, packed, scale, global_scale, bias, fmt.name, backend)
+    return torch.ops.hf_mxfp4.linear(x, None, *operands(weight), bias, weight.format.name, backend)
 
 
 def grouped_linear(
@@ -89,9 +87,17 @@ def grouped_linear(
     Returns:
         `torch.Tensor` `[T, N]` in x's dtype (the autocast dtype under autocast). Differentiable as `linear` is.
     """
-    packed, scale, global_scale, fmt = weight
     x, bias = _autocast(x, bias)
-    return torch.ops.hf_mxfp4.linear(x, offsets, packed, scale, global_scale, bias, fmt.name, backend)
+    return torch.ops.hf_mxfp4.linear(x, offsets, *operands(weight), bias, weight.format.name, backend)
+
+
+def operands(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`packed`, `scale` as bytes, `global_scale`: a weight as the operators take it, next to its format's name.
+
+    Bytes, since `torch.library.opcheck` compares inputs before and after, which torch cannot do for float8.
+    """
+    _check_dtype(f"scale of {weight.format.name}", weight.scale.dtype, weight.format.scale_dtype)
+    return weight.packed, weight.scale.view(torch.uint8), weight.global_scale
 
 
 def _autocast(x, bias):
@@ -106,8 +112,8 @@ def _autocast(x, bias):
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_dtype(name: str, tensor, *allowed: torch.dtype) -> None:
-    torch._check_type(tensor.dtype in allowed, lambda: f"{name}: dtype {tensor.dtype}, expected {_names(allowed)}.")
+def _check_dtype(name: str, found: torch.dtype, *allowed: torch.dtype) -> None:
+    torch._check_type(found in allowed, lambda: f"{name}: dtype {found}, expected {' or '.join(map(str, allowed))}.")
 
 
 def _check_shape(name: str, tensor, expected: tuple, why: str) -> None:
@@ -128,8 +134,8 @@ def _check_weight(packed, scale, global_scale, format: str, ndim: int | None, ba
     torch._check_value(format in FORMATS, lambda: f"format={format!r}: expected one of {', '.join(FORMATS)}.")
     torch._check_value(backend in BACKENDS, lambda: f"backend={backend!r}: expected one of {', '.join(BACKENDS)}.")
     fmt = FORMATS[format]
-    _check_dtype("packed", packed, torch.uint8)
-    _check_dtype("scale", scale, fmt.scale_dtype)
+    _check_dtype("packed", packed.dtype, torch.uint8)
+    _check_dtype("scale", scale.dtype, torch.uint8)
     torch._check_value(
         packed.ndim == ndim if ndim else packed.ndim > 0,
         lambda: f"packed: shape {tuple(packed.shape)}, expected {ndim or 'at least one'} dimensions, the last of K/2.",
@@ -141,16 +147,16 @@ def _check_weight(packed, scale, global_scale, format: str, ndim: int | None, ba
     )
     _check_shape("scale", scale, (*lead, 2 * byte // fmt.block_size), f"one for {fmt.block_size} weights along a row")
     if global_scale is not None:
-        _check_dtype("global_scale", global_scale, torch.float32)
+        _check_dtype("global_scale", global_scale.dtype, torch.float32)
         if tuple(global_scale.shape) != (1,) or len(lead) > 1:
             _check_shape("global_scale", global_scale, tuple(lead[:-1]), "one for each matrix")
     _check_devices(packed=packed, scale=scale, global_scale=global_scale)
-    return QuantizedTensor(packed, scale, global_scale, fmt)
+    return QuantizedTensor(packed, fmt.scale_from_bytes(scale), global_scale, fmt)
 
 
 def _check_input(x, name: str, features: int, weight: QuantizedTensor, bias=None, offsets=None) -> None:
     """Check the activations (or a gradient) whose last dimension must be `features`, the bias, and the offsets."""
-    _check_dtype(name, x, *DTYPES)
+    _check_dtype(name, x.dtype, *DTYPES)
     torch._check_value(
         x.ndim > 0 and x.shape[-1] == features and (offsets is None or x.ndim == 2),
         lambda: (
@@ -159,16 +165,12 @@ def _check_input(x, name: str, features: int, weight: QuantizedTensor, bias=None
         ),
     )
     if bias is not None:
-        _check_dtype("bias", bias, *DTYPES)
+        _check_dtype("bias", bias.dtype, *DTYPES)
         _check_shape("bias", bias, tuple(weight.shape[:-1]), "one for each output")
     if offsets is not None:
-        _check_dtype("offsets", offsets, torch.int32)
+        _check_dtype("offsets", offsets.dtype, torch.int32)
         _check_shape("offsets", offsets, (weight.shape[0] + 1,), "one more than experts")
     _check_devices(**{name: x}, packed=weight.packed, bias=bias, offsets=offsets)
-
-
-def _names(dtypes) -> str:
-    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 # --- which implementation --------------------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ def _no_autocast(device: str):
 
 
 def _check_dequantize(packed, scale, global_scale, format, dtype, backend) -> QuantizedTensor:
-    torch._check_type(dtype in DTYPES, lambda: f"dtype={dtype}: expected {_names(DTYPES)}.")
+    _check_dtype("output", dtype, *DTYPES)
     return _check_weight(packed, scale, global_scale, format, None, backend)
 
 
@@ -337,10 +339,10 @@ def _linear_grad_fake(grad, offsets, packed, scale, global_scale, format, backen
     return _linear_fake(grad, offsets, packed, scale, global_scale, None, format, backend, grad=True)
 
 
-def _save_linear(ctx, inputs, output) -> None:
-    _, offsets, packed, scale, global_scale, bias, *ctx.options = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(offsets, packed, scale, global_scale)
+def _save(ctx, inputs, output) -> None:
+    """For either operator: offsets, the packed weight and the options are kept, and of a bias its dtype."""
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.bias_dtype, ctx.options = getattr(inputs[5], "dtype", None), inputs[-2:]
 
 
 def _backward_linear(ctx, grad):
@@ -349,7 +351,7 @@ def _backward_linear(ctx, grad):
     if ctx.needs_input_grad[0]:
         grad_x = torch.ops.hf_mxfp4.linear_grad(grad, offsets, *weight, *ctx.options)
     if ctx.needs_input_grad[5]:
-        rows = grad.reshape(-1, grad.shape[-1]) if offsets is None else grad
+        rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = (rows.sum(0) if offsets is None else _sum_by_expert(rows, offsets)).to(ctx.bias_dtype)
     return grad_x, None, None, None, None, grad_bias, None, None
 
@@ -360,11 +362,6 @@ def _sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     index = torch.searchsorted(offsets, index, right=True)  # 0 before the first expert, E + 1 after the last
     total = rows.new_zeros((offsets.shape[0] + 1, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     return total.index_add(0, index, rows.to(total.dtype))[1:-1]
-
-
-def _save_linear_grad(ctx, inputs, output) -> None:
-    _, offsets, packed, scale, global_scale, *ctx.options = inputs
-    ctx.save_for_backward(offsets, packed, scale, global_scale)
 
 
 def _backward_linear_grad(ctx, grad):
@@ -391,10 +388,10 @@ _define(
 _define(
     "linear",
     f"(Tensor x, Tensor? offsets, {_WEIGHT}, Tensor? bias, str format, str backend) -> Tensor",
-    *(_linear, _linear_fake, _save_linear, _backward_linear),
+    *(_linear, _linear_fake, _save, _backward_linear),
 )
 _define(
     "linear_grad",
     f"(Tensor grad, Tensor? offsets, {_WEIGHT}, str format, str backend) -> Tensor",
-    *(_linear_grad, _linear_grad_fake, _save_linear_grad, _backward_linear_grad),
+    *(_linear_grad, _linear_grad_fake, _save, _backward_linear_grad),
 )

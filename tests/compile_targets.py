@@ -75,7 +75,11 @@ def resources(compiled, backend: str) -> dict[str, int]:
     used = {"shared": compiled.metadata.shared}
     if backend == "hip":
         text = compiled.asm["amdgcn"]
-        fields = {"registers": r"\.vgpr_count", "spills": r"\.vgpr_spill_count", "stack": r"\.private_segment_fixed_size"}
+        fields = {
+            "registers": r"\.vgpr_count",
+            "spills": r"\.vgpr_spill_count",
+            "stack": r"\.private_segment_fixed_size",
+        }
         return used | {key: int(re.search(rf"{field}:\s+(\d+)", text)[1]) for key, field in fields.items()}
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:

@@ -222,7 +222,7 @@ def test_nvfp4_amax_is_compressed_tensors_float32(source, request):
 def test_nvfp4_amax_is_compressed_tensors_bfloat16(source, request):
     """bfloat16 weights meet exact ties more often, and there the order of roundings shows. All divergences:
 
-    * scales, their way: they divide the block maximum by 6 in bfloat16. Up to 1.7 % of scales are one E4M3 step off
+    * scales, their way: they divide the block maximum by 6 in bfloat16. Up to 2 % of scales are one E4M3 step off
       (10,362 of 663,552 on all of MiniLM).
     * scales, given float32 maxima: they multiply by the reciprocal of the tensor scale. At most 0.1 % are one step off,
       each within 2^-22 of a tie (499 of 663,552).
@@ -260,7 +260,7 @@ def test_nvfp4_amax_is_compressed_tensors_bfloat16(source, request):
         assert bool(((codes[differ].int() - theirs[differ].int()).abs() == 1).all())
         unit = decode_e4m3(ours.scale).double().repeat_interleave(16, 1) * ours.global_scale.double()
         assert near((weight.double().abs() / unit)[differ], torch.tensor(list(TIES), dtype=torch.float64))
-    assert other_scales <= 0.017 * blocks
+    assert other_scales <= 0.02 * blocks
     assert other_scales_f32 <= 0.001 * blocks
     assert other_codes <= 0.0005 * total
 
@@ -322,7 +322,8 @@ def test_encode_is_nearest(format, dtype):
     """With given power-of-two tensor scales: no other code is nearer, in float64, and ties go to the even code."""
     fmt = FORMATS[format]
     weight = (torch.randn(16, 256) * 3).to(dtype)
-    byte = torch.randint(fmt.zero_byte, fmt.top_byte // 2 + 8, (16, 256 // fmt.block_size)).byte()
+    one = int((fmt.decode_scale(torch.arange(127, dtype=torch.uint8)) < 1).sum())
+    byte = torch.randint(one - 6, one + 6, (16, 256 // fmt.block_size)).byte()  # both clip and vanish
     scales = Scales(fmt.scale_from_bytes(byte), torch.tensor(0.25) if fmt.has_global_scale else None)
     codes = unpack(encode(weight, scales, fmt))
     unit = fmt.decode_scale(byte).double().repeat_interleave(fmt.block_size, 1)
@@ -448,7 +449,9 @@ def test_linear_is_float64_rounded_once(format):
     exact = dequantize(weight, torch.float64)
     for dtype in FLOATS:
         x = torch.randn(2, 3, 128).to(dtype)
-        assert torch.equal(linear(x, weight, bias), torch.nn.functional.linear(x.double(), exact, bias.double()).to(dtype))
+        assert torch.equal(
+            linear(x, weight, bias), torch.nn.functional.linear(x.double(), exact, bias.double()).to(dtype)
+        )
         assert torch.equal(linear(x, weight), (x.double() @ exact.T).to(dtype))
     assert linear(torch.randn(0, 128), weight).shape == (0, 24)
 
@@ -483,7 +486,7 @@ def test_nan_and_inf_are_refused(format, dtype):
     before = weight.clone()
     with pytest.raises(ValueError, match=r"layers\.3\.up_proj: 3 of 256 values are NaN or Inf"):
         quantize(weight, format, name="layers.3.up_proj")
-    assert same_bits(weight, before) if dtype != torch.bool else True
+    assert same_bits(weight, before)
     stack = torch.zeros(3, 4, 64, dtype=dtype)
     stack[2, 3, 63] = float("nan")
     with pytest.raises(ValueError, match=r"experts: 1 of 768 values"):
@@ -552,16 +555,19 @@ def test_zeros(format, rule, dtype):
 @float_dtypes
 @pytest.mark.parametrize("only", [True, False], ids=["one_hot", "uniform"])
 def test_largest_finite_values(format, rule, dtype, only):
-    """The dtype's own maximum is legal, and comes back finite: within half the grid's last step (4 to 6) of itself."""
+    """The dtype's own maximum is legal and comes back finite, clipped where the format ends below it. (In float16 a
+    decoded 65536 would be Inf: it is read back in float32.)"""
     largest = torch.finfo(dtype).max
     weight = torch.zeros(2, 64) if only else torch.rand(2, 64) * 0.9 * largest
     weight = weight.to(dtype)
     weight[0, 3], weight[1, 40] = largest, -largest
     q = quantize(weight, format, rule)
-    for out in (torch.float32, dtype):
+    for out in (torch.float32, torch.bfloat16):
+        if dtype == torch.float32 and out == torch.bfloat16:
+            continue  # float32's maximum is Inf in bfloat16
         decoded = dequantize(q, out)
         assert bool(decoded.isfinite().all())
-        assert 0.75 * largest <= float(decoded[0, 3]) and float(decoded[1, 40]) <= -0.75 * largest
+        assert 0.65 * largest <= float(decoded[0, 3]) and float(decoded[1, 40]) <= -0.65 * largest
 
 
 @every_rule
@@ -619,7 +625,7 @@ def test_one_huge_outlier(format, rule):
 def test_flush_to_zero_changes_nothing(format, rule, exponent):
     """Codes and scales do not depend on the FPU's mode, whatever the weights."""
     weight = torch.randn(8, 128).clamp(-1.9, 1.9) * 2.0**exponent
-    weight[0, :32] *= 2.0**-100  # a block far below the others
+    weight[0, :32] *= 2.0**-100 if exponent < 126 else 2.0**-140  # a block far below the others
     weight[1, :32] = 0
     plain = quantize(weight, format, rule)
     decoded = dequantize(plain, torch.float32)

@@ -351,7 +351,12 @@ def test_reciprocal_stable():
     """Every mantissa at three exponents, every exponent with random mantissas."""
     every = torch.arange(1 << 23, dtype=torch.int32)
     exponents = torch.arange(2, 252, dtype=torch.int32)[:, None] << 23  # [2^-125, 2^125)
-    for bits in (every | 127 << 23, every | 2 << 23, every | 251 << 23, exponents | every[torch.randint(1 << 23, (2000,))]):
+    for bits in (
+        every | 127 << 23,
+        every | 2 << 23,
+        every | 251 << 23,
+        exponents | every[torch.randint(1 << 23, (2000,))],
+    ):
         scale = bits.view(torch.float32)
         stable = reciprocal_stable(scale)
         assert torch.equal(stable.reciprocal().reciprocal(), stable)

@@ -135,7 +135,7 @@ def packed_modules(model) -> dict[str, torch.nn.Module]:
 def outputs(model, rows: int = 2) -> torch.Tensor:
     """Logits (or last hidden states) of a model for fixed tokens, without gradients."""
     with torch.no_grad():
-        return model(tokens(rows).to(model.device))[0]
+        return model(tokens(rows))[0]
 
 
 def file_bytes(folder) -> dict[str, bytes]:
