@@ -95,9 +95,9 @@ def load_matrices(folder: Path, skip: str = SKIP) -> dict[str, torch.Tensor]:
             for name in file.keys():  # noqa: SIM118 - a safetensors file is not iterable
                 view = file.get_slice(name)
                 shape, dtype = view.get_shape(), view.get_dtype()
-                if len(shape) == 2 and shape[1] % block == 0 and dtype in ("BF16", "F16", "F32"):
-                    if not re.search(skip, name):
-                        matrices[name] = file.get_tensor(name)
+                matrix = len(shape) == 2 and shape[1] % block == 0 and dtype in ("BF16", "F16", "F32")
+                if matrix and not re.search(skip, name):
+                    matrices[name] = file.get_tensor(name)
     return matrices
 
 
@@ -150,8 +150,8 @@ def as_markdown(results: dict[Variant, Result], about: dict) -> str:
     lines = [
         f"# Weight error, {about['model']}",
         "",
-        f"{about['matrices']} matrices, {about['weights']:,} weights ({', '.join(about['dtypes'])}). Relative error: sum "
-        f"of squared errors over sum of squared weights; ratio: to {BASELINE.name}; CPU s: time to quantize them all.",
+        f"{about['matrices']} matrices, {about['weights']:,} weights ({', '.join(about['dtypes'])}). Relative error: "
+        f"sum of squared errors over sum of squared weights; ratio: to {BASELINE.name}; CPU s: to quantize them all.",
         "",
         "| " + " | ".join(HEADER) + " |",
         "|---" + "|---:" * (len(HEADER) - 1) + "|",

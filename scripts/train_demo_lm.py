@@ -237,8 +237,8 @@ def main() -> None:
     state_dir.mkdir(parents=True, exist_ok=True)
     position = train(args, model, tokenizer, stream, state_dir)
     model = model.to(torch.bfloat16).eval()
+    save_checkpoint(model, tokenizer, args.out, state_dir)  # before measuring, which leaves the tokenizer set to pad
     report = measure(args, model, tokenizer, stream, position)
-    save_checkpoint(model, tokenizer, args.out, state_dir)
     (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     shutil.rmtree(state_dir)
     print(json.dumps(report, indent=2))

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from benchmark_accuracy import MINILM_PACKAGE, load_matrices, minilm_folder
-from hf_mxfp4 import reference
 from hf_mxfp4.formats import E2M1_VALUES, FORMATS, MXFP4, NVFP4, QuantizedTensor, decode_e4m3
 from hf_mxfp4.reference import decode_rows, dequantize, encode, linear, pack, quantize, round_to_e2m1, unpack
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, Scales
@@ -224,8 +223,8 @@ def test_nvfp4_amax_is_compressed_tensors_bfloat16(source, request):
 
     * scales, their way: they divide the block maximum by 6 in bfloat16. Up to 2 % of scales are one E4M3 step off
       (10,362 of 663,552 on all of MiniLM).
-    * scales, given float32 maxima: they multiply by the reciprocal of the tensor scale. At most 0.1 % are one step off,
-      each within 2^-22 of a tie (499 of 663,552).
+    * scales, given float32 maxima: they multiply by the reciprocal of the tensor scale. At most 0.1 % are one step
+      off, each within 2^-22 of a tie (499 of 663,552).
     * codes under equal scales: they divide by the rounded product of both scales, we by one after the other. At most
       0.05 % are one code off, each within 2^-22 of a tie (1,706 of 10,616,832).
     """
@@ -272,8 +271,8 @@ def near(values: torch.Tensor, ties: torch.Tensor) -> bool:
 
 @float_dtypes
 def test_nvfp4_power_of_two_scales_are_compressed_tensors(dtype):
-    """With a power of two as tensor scale (our default) nothing is rounded twice: scales and codes are equal, in every
-    dtype and also where they form block maxima in bfloat16 (float16 divides by 6 more coarsely near its subnormals)."""
+    """With a power of two as tensor scale (our default) scales and codes are equal in every dtype, also where they
+    divide block maxima by 6 in bfloat16: no such quotient is rounded across a tie of E4M3."""
     for weight in random_weights().values():
         weight = weight.to(dtype)
         amax = weight.float().unflatten(-1, (-1, 16)).abs().amax(-1)
@@ -661,14 +660,12 @@ torch.set_num_threads(1)
 def peak():
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-format, rule, n = sys.argv[1], sys.argv[2], 4096
-for dtype in (torch.float32, torch.bfloat16):
-    quantize(torch.randn(64, n).to(dtype), format, rule)  # what torch loads on first use
-weight = torch.empty(n, n, dtype=torch.bfloat16)
-for row in weight:
-    row.copy_(torch.randn(n))
+dequantize(quantize(torch.randn(64, 4096).bfloat16(), "nvfp4"))  # what torch loads on first use
+weight = torch.nn.Parameter(torch.empty(4096, 4096, dtype=torch.bfloat16))
+for row in weight.data:
+    row.copy_(torch.randn(4096))
 before = peak()
-quantized = quantize(weight, format, rule)
+quantized = quantize(weight, "nvfp4")
 after = peak()
 dequantize(quantized)
 print((after - before) / weight.numel(), (peak() - after) / weight.numel())
@@ -676,11 +673,10 @@ print((after - before) / weight.numel(), (peak() - after) / weight.numel())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the resource module")
-@pytest.mark.parametrize(("format", "rule"), [("nvfp4", "soar"), ("mxfp4", "overflow_aware")])
-def test_peak_memory(format, rule):
-    """A [4096, 4096] bfloat16 matrix: at most 8 bytes a weight beyond the input to quantize it, results included; at
-    most 4 to decode it, 2 of which are the result."""
-    done = subprocess.run([sys.executable, "-c", PEAK, format, rule], capture_output=True, text=True, check=True)
+def test_peak_memory():
+    """A [4096, 4096] bfloat16 parameter: at most 8 bytes a weight beyond the input to quantize it, results included;
+    at most 4 to decode it, 2 of which are the result."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     quantizing, decoding = map(float, done.stdout.split())
     assert quantizing <= 8
     assert decoding <= 4
@@ -698,15 +694,11 @@ class Count(TorchDispatchMode):
 
 @every_rule
 def test_no_loop_over_blocks(format, rule):
-    """The number of torch calls for 16,384 (32,768) blocks is a small constant; four times the blocks, as many calls."""
+    """Four times as many blocks take about as many torch calls, and far fewer calls than blocks."""
     calls = []
     for rows in (128, 512):  # 512 x 512 weights are one chunk
         with Count() as count:
             quantize(torch.randn(rows, 512), format, rule)
         calls.append(count.calls)
     assert calls[1] < 1.5 * calls[0] + 50
-    assert calls[1] < 3000
-
-
-def test_reference_needs_no_gradients():
-    assert reference.quantize(torch.ones(1, 32), "mxfp4").packed.grad_fn is None
+    assert calls[1] < 512 * 512 / FORMATS[format].block_size / 4

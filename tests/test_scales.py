@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """scales.py against a search that tries every scale byte, against the definitions, and on real weights."""
 
+import json
 import math
 
 import pytest
 import torch
+import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
-from benchmark_accuracy import BASELINE, MINILM_PACKAGE, Variant, load_matrices, measure, minilm_folder
+from benchmark_accuracy import BASELINE, MINILM_PACKAGE, VARIANTS, Variant, load_matrices, measure, minilm_folder
+from benchmark_accuracy import main as benchmark
 from hf_mxfp4 import reference
 from hf_mxfp4.formats import E4M3_MAX, FORMATS, MXFP4, NVFP4
 from hf_mxfp4.scales import (
@@ -76,7 +81,7 @@ distributions = pytest.mark.parametrize("make", DISTRIBUTIONS.values(), ids=DIST
 
 
 def channel_weights() -> torch.Tensor:
-    """Mean squared activations as they come: over five orders of magnitude, some zero, one whole MXFP4 block unseen."""
+    """Like mean squared activations: over five orders of magnitude, some zero, one whole MXFP4 block unseen."""
     weights = torch.randn(COLUMNS).exp().square() * (torch.rand(COLUMNS) > 0.1)
     return weights.index_fill(0, torch.arange(32, 64), 0.0)
 
@@ -470,7 +475,7 @@ def minilm() -> dict[str, torch.Tensor]:
 
 
 def test_minilm_table(minilm):
-    """The figures the README gives, for 36 encoder matrices together. Limits: design targets, a little rounded."""
+    """The figures of scripts/results/accuracy_minilm.md, for 36 encoder matrices together, a little rounded up."""
     assert len(minilm) == 36 and sum(w.numel() for w in minilm.values()) == 10_616_832
     base = measure(minilm.values(), BASELINE)
     assert base.relative_error == pytest.approx(0.008906, abs=5e-7)
@@ -486,3 +491,48 @@ def test_minilm_table(minilm):
     assert ratio("mxfp4", "amax") == pytest.approx(1.55, abs=0.01)
     assert ratio("mxfp4", "overflow_aware") <= 1.465
     assert ratio("mxfp4", "soar") <= 1.445
+
+
+def test_benchmark_of_any_folder(tmp_path):
+    """`scripts/benchmark_accuracy.py --model DIR`: matrices of all files, less what is skipped or fits no format."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(
+        {
+            "layers.0.up.weight": torch.randn(16, 64, dtype=torch.bfloat16),
+            "layers.0.norm.weight": torch.randn(64),
+            "layers.0.odd.weight": torch.randn(16, 48),
+            "layers.0.ids": torch.zeros(16, 64, dtype=torch.int64),
+            "embed_tokens.weight": torch.randn(16, 64),
+        },
+        folder / "model-00001-of-00002.safetensors",
+    )
+    save_file({"layers.1.up.weight": torch.randn(8, 96)}, folder / "model-00002-of-00002.safetensors")
+    assert {name: w.shape for name, w in load_matrices(folder).items()} == {
+        "layers.0.up.weight": (16, 64),
+        "layers.1.up.weight": (8, 96),
+    }
+    assert "embed_tokens.weight" in load_matrices(folder, skip="norm")
+
+    app = typer.Typer()
+    app.command()(benchmark)
+    result = CliRunner().invoke(app, ["--model", str(folder), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "out" / "accuracy_model.json").read_text())
+    assert (written["matrices"], written["weights"], written["dtypes"]) == (
+        2,
+        16 * 64 + 8 * 96,
+        ["bfloat16", "float32"],
+    )
+    assert written["command"] == "python scripts/benchmark_accuracy.py --model model"
+    rows = {row["name"]: row for row in written["results"]}
+    assert rows.keys() == {variant.name for variant in VARIANTS} and len(VARIANTS) == len(rows)
+    assert {(row["format"], row["scale_rule"]) for row in written["results"]} == set(RULES)
+    assert rows["nvfp4 amax"]["ratio"] == 1.0
+    assert rows["mxfp4 soar"]["bits_per_weight"] == 4.25
+    markdown = (tmp_path / "out" / "accuracy_model.md").read_text()
+    assert all(f"| {name} |" in markdown for name in rows)
+    assert str(tmp_path) not in markdown + json.dumps(written)
+
+    for empty in (tmp_path, tmp_path / "missing"):
+        assert CliRunner().invoke(app, ["--model", str(empty)]).exit_code == 2
