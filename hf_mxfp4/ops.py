@@ -102,7 +102,7 @@ def operands(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def _autocast(x, bias):
     """Cast as autocast does for `F.linear`: every float dtype but float64. Scales stay as they are."""
-    if torch.is_autocast_enabled(x.device.type):
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
         bias = bias.to(dtype) if bias is not None and bias.dtype != torch.float64 else bias

@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         changed = [
-            f"{key}={value}"
+            f"{key}={value}" if isinstance(value, int) else value
             for key, value in self.options._asdict().items()
             if value != ScaleOptions._field_defaults[key]
         ]
@@ -184,7 +184,9 @@ def as_json(results: dict[Variant, Result], about: dict) -> str:
 def main(
     model: Annotated[Path | None, typer.Option(help=f"Folder of safetensors files; {MINILM} if not given.")] = None,
     skip: Annotated[str, typer.Option(help="Leave out matrices whose name this regex is found in.")] = SKIP,
-    output: Annotated[Path, typer.Option(help="Folder for accuracy_NAME.json and .md.")] = RESULTS,
+    output: Annotated[
+        Path, typer.Option(help="Folder for accuracy_NAME.json and .md.", show_default="results")
+    ] = RESULTS,
     threads: Annotated[int, typer.Option(help="Threads of torch; 0 leaves them as they are.")] = 0,
 ) -> None:
     """Print and write the error of every scale rule and format on real weights."""

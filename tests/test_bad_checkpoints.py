@@ -167,8 +167,8 @@ def test_recipe_that_leaves_out_what_is_packed(layout, fields, tmp_path):
     folder = edited(case(name).folder, tmp_path / "checkpoint", config=change_recipe(**fields))
     try:
         model = auto_class(name).from_pretrained(folder)
-    except ValueError as error:
-        assert "proj" in str(error) or "experts" in str(error)
+    except (ValueError, RuntimeError) as error:
+        assert any(word in str(error) for word in ("proj", "experts", "mismatched"))
     else:
         assert torch.equal(outputs(model), outputs(case(name).model))
 
@@ -201,14 +201,14 @@ def test_pickle_file(layout, tmp_path):
 def test_state_dict_argument(layout):
     """Tensors handed over in memory: the right numbers if they are all there, an error if one is not."""
     name = NAMES[layout]
-    config = transformers.AutoConfig.from_pretrained(case(name).folder)
+    cls, config = type(case(name).model), transformers.AutoConfig.from_pretrained(case(name).folder)
     tensors = load_file(case(name).folder / "model.safetensors")
-    model = auto_class(name).from_pretrained(None, config=config, state_dict=dict(tensors))
+    model = cls.from_pretrained(None, config=config, state_dict=dict(tensors))
     assert torch.equal(outputs(model), outputs(case(name).model))
-    tensors.pop(f"{LAYER[layout]}.weight_scale")
+    tensors.pop(f"{LAYER[layout]}.{CODES[layout]}")
     config = transformers.AutoConfig.from_pretrained(case(name).folder)
-    with pytest.raises((ValueError, RuntimeError), match="proj"):
-        auto_class(name).from_pretrained(None, config=config, state_dict=tensors)
+    with pytest.raises((ValueError, RuntimeError), match="proj|issues during automatic conversion"):
+        cls.from_pretrained(None, config=config, state_dict=tensors)
 
 
 def test_dense_weights_under_a_packed_config(tmp_path):

@@ -28,11 +28,14 @@ _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def tiny_config(name: str, **changes):
-    """Config of a tiny model: qwen3, llama (bias), qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss, bert."""
+    """Config of a tiny model: qwen3, llama (bias), qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss, bert; qwen2_moe for its gate."""
     make = {
         "qwen3": lambda **kw: transformers.Qwen3Config(tie_word_embeddings=True, **kw),
         "llama": lambda **kw: transformers.LlamaConfig(attention_bias=True, mlp_bias=True, **kw),
-        "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(num_experts=4, **_EXPERTS, **kw),
+        "qwen3_moe": lambda **kw: transformers.Qwen3MoeConfig(num_experts=4, **_EXPERTS | kw),
+        "qwen2_moe": lambda **kw: transformers.Qwen2MoeConfig(
+            num_experts=4, shared_expert_intermediate_size=64, **_EXPERTS | kw
+        ),
         "mixtral": lambda **kw: transformers.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **kw),
         "olmoe": lambda **kw: transformers.OlmoeConfig(num_experts=4, num_experts_per_tok=2, **kw),
         "deepseek_v3": lambda **kw: transformers.DeepseekV3Config(
