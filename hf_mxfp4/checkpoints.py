@@ -40,6 +40,9 @@ class Layout(NamedTuple):
     packed_name: str
 
 
+FULL_PRECISION = ("BF16", "F16", "F32", "F64")  # stored dtypes a weight can be quantized from
+PACKED_ENDINGS = ("_packed", "_scale")  # of the names of packed tensors in a model
+
 LAYOUTS = {"portable": Layout("compressed-tensors", "weight_packed"), "own": Layout("hf_mxfp4", "weight")}
 
 # How compressed-tensors names and describes each format in config.json.
@@ -67,14 +70,14 @@ def compressed_tensors_config(modules: dict[str, BlockFormat], ignore: Iterable[
     Args:
         modules: packed modules by name and format. The most frequent format is written as the group of all linears,
             the others as groups of full names.
-        ignore: names of the linears that are not packed.
+        ignore: names (or `re:` patterns) of the modules that are not packed.
     """
     names: dict[str, list[str]] = {}
     for name, fmt in modules.items():
         names.setdefault(fmt.name, []).append(name)
     by_size = sorted(names, key=lambda fmt: -len(names[fmt]))
     groups = {}
-    # compressed-tensors takes the first group that matches, so the group of all linears comes last.
+    # compressed-tensors prefers a full name to a class, so the group of all linears takes the rest.
     for number, fmt in enumerate(reversed(by_size)):
         ct_format, arguments = _CT_FORMATS[fmt]
         weights = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **arguments}
@@ -120,23 +123,27 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
             raise ValueError(f"{path} is not a safetensors file, or is truncated: {size} bytes. Download it again.")
         try:
             header = json.loads(file.read(length))
-        except ValueError as error:
+            header.pop("__metadata__", None)
+            tensors = {
+                name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
+                for name, entry in header.items()
+            }
+            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(
-                f"{path} is not a safetensors file: its header is not JSON. Download it again."
+                f"{path} is not a safetensors file: its header is unreadable. Download it again."
             ) from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size:
         raise ValueError(
             f"{path} is damaged: {size} bytes, its header describes {8 + length + end}. Download it again."
         )
-    return {name: StoredTensor(entry["dtype"], tuple(entry["shape"]), path.name) for name, entry in header.items()}
+    return tensors
 
 
 class Expected(NamedTuple):
-    """What a module's buffer needs from a checkpoint: dtype, shape of each stored tensor, and how many of them."""
+    """What a module's tensor needs from a checkpoint: dtype (`None`: any), shape and number of stored tensors."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
     count: int = 1
 
@@ -157,10 +164,10 @@ def check_stored(expected: dict[str, Expected], found: dict[str, list[tuple[str,
         if len(stored) != count:
             wrong.append(f"{name}: {len(stored)} of {count} tensors found")
         for key, tensor in stored:
-            if tensor.dtype != SAFETENSORS_DTYPES[dtype] or tensor.shape != shape:
+            wanted = SAFETENSORS_DTYPES.get(dtype, tensor.dtype)
+            if tensor.dtype != wanted or tensor.shape != shape:
                 wrong.append(
-                    f"{key}: {tensor.dtype} {list(tensor.shape)} in {tensor.file}, "
-                    f"expected {SAFETENSORS_DTYPES[dtype]} {list(shape)}"
+                    f"{key}: {tensor.dtype} {list(tensor.shape)} in {tensor.file}, expected {wanted} {list(shape)}"
                 )
     if wrong:
         more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
@@ -174,10 +181,10 @@ def check_stored(expected: dict[str, Expected], found: dict[str, list[tuple[str,
 def check_scales(name: str, fmt: BlockFormat, scale: torch.Tensor, global_scale: torch.Tensor | None) -> None:
     """Raise `ValueError` on stored scales that decode to NaN, zero, or a negative value."""
     byte = scale.view(torch.uint8)
-    bad = int((byte > fmt.top_byte).sum())
+    bad = int(((byte > fmt.top_byte) | (fmt.decode_scale(byte) == 0)).sum())
     if bad:
         raise ValueError(
-            f"{name}: {bad} block scales are negative, NaN or out of {fmt.name}'s range; the file is damaged."
+            f"{name}: {bad} block scales are zero, negative, NaN or out of {fmt.name}'s range; the file is damaged."
         )
     if global_scale is not None and not bool((torch.isfinite(global_scale) & (global_scale > 0)).all()):
         raise ValueError(f"{name}: the tensor scale is {global_scale.flatten().tolist()[:4]}, not a positive number.")
@@ -189,4 +196,4 @@ def layer_leaf_pattern(leaf: str) -> str:
     Look-arounds only: transformers drops them when it reverses a renaming.
     """
     not_an_expert = "".join(rf"(?<!experts\.{digits}\.)" for digits in (r"\d", r"\d\d", r"\d\d\d"))
-    return rf"(?<=\.){not_an_expert}{re.escape(leaf)}\.weight(?!\w)"
+    return rf"(?<![^.]){not_an_expert}{re.escape(leaf)}\.weight(?!\w)"

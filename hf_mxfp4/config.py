@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import re
@@ -101,11 +102,13 @@ class FP4Config(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.format, self.scale_rule = format, scale_rule
         self.search, self.global_scale, self.iterations = search, global_scale, iterations
-        self.modules_to_not_convert, self.overrides = modules_to_not_convert, overrides
-        self.compute_dtype = _COMPUTE_DTYPES.get(compute_dtype, compute_dtype) if compute_dtype else None
+        # Copies: nothing may change a config once it is checked. JSON keeps the order of pairs, not of keys.
+        self.modules_to_not_convert = copy.deepcopy(modules_to_not_convert)
+        self.overrides = copy.deepcopy(dict(overrides) if isinstance(overrides, (list, tuple)) else overrides)
+        self.compute_dtype = _COMPUTE_DTYPES[compute_dtype] if compute_dtype in [*_COMPUTE_DTYPES] else compute_dtype
         self.layout, self.on_unsupported = layout, on_unsupported
         self.dequantize, self.backend = dequantize, backend
-        self.stored: dict | None = None  # the other reader's part of quantization_config, once a model is portable
+        self.stored: dict | None = None  # of a model's checkpoint: what stands beside our fields, see `to_dict`
         self.requested: FP4Config | None = None  # what a user passed beside a quantized checkpoint
         self.post_init()
 
@@ -117,11 +120,12 @@ class FP4Config(QuantizationConfigMixin):
         _check_choice("backend", self.backend, ("auto", "triton", "torch"))
         if not isinstance(self.dequantize, bool):
             raise ValueError(f"dequantize={self.dequantize!r} is not a bool.")
-        if self.compute_dtype is not None and self.compute_dtype not in _COMPUTE_DTYPES.values():
+        if self.compute_dtype is not None and self.compute_dtype not in [*_COMPUTE_DTYPES.values()]:
             raise ValueError(f"compute_dtype={self.compute_dtype!r}; allowed: None, {', '.join(_COMPUTE_DTYPES)}.")
         skip = self.modules_to_not_convert
         if skip is not None and not (isinstance(skip, (list, tuple)) and all(isinstance(name, str) for name in skip)):
             raise ValueError(f"modules_to_not_convert={skip!r} is not a list of strings.")
+        self.modules_to_not_convert = None if skip is None else list(skip)
         _check_recipe(self.format, self.scale_rule, self.search, self.global_scale, self.iterations)
         if self.overrides is not None and not isinstance(self.overrides, dict):
             raise ValueError(f'overrides={self.overrides!r} is not a dict of regex to "skip" or a dict.')
@@ -131,7 +135,7 @@ class FP4Config(QuantizationConfigMixin):
     def _check_override(self, pattern: str, override: dict | str) -> None:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(f"overrides: {pattern!r} is not a regular expression: {error}.") from error
         if override == "skip":
             return
@@ -158,27 +162,43 @@ class FP4Config(QuantizationConfigMixin):
         options = ScaleOptions(values["search"], values["global_scale"], values["iterations"])
         return Recipe(FORMATS[values["format"]], values["scale_rule"], options)
 
-    def recipe(self, module_name: str = "") -> Recipe | None:
-        """The recipe for a module, after `overrides`; `None` if an override says `"skip"`."""
-        override = self.override(module_name)
+    def recipe(self, *module_names: str) -> Recipe | None:
+        """The recipe for a module (by any of its names), after `overrides`; `None` if an override says `"skip"`."""
+        override = self.override(*module_names)
         return None if override == "skip" else self._recipe(override or {})
 
-    def override(self, module_name: str) -> dict | str | None:
-        """The first override whose regex is found in `module_name`, or `None`."""
+    def override(self, *module_names: str) -> dict | str | None:
+        """The first override whose regex is found in one of a module's names, or `None`."""
         for pattern, override in (self.overrides or {}).items():
-            if re.search(pattern, module_name):
+            if any(re.search(pattern, name) for name in module_names):
                 return override
         return None
 
+    def __eq__(self, other) -> bool:
+        return isinstance(other, FP4Config) and self.to_dict() == other.to_dict()
+
+    __hash__ = None
+
     def to_dict(self) -> dict[str, Any]:
-        """As stored in config.json: our fields, beside compressed-tensors' own once the model is saved portable."""
+        """As stored in config.json.
+
+        A model's checkpoint has more than our fields: in layout `own` the list `ignore` of linears left in full
+        precision, in layout `portable` all that compressed-tensors writes, with our fields under one key.
+        """
         fields: dict[str, Any] = {"version": FORMAT_VERSION}
         for name in FIELDS:
-            value = getattr(self, name)
+            value = copy.deepcopy(getattr(self, name))
             fields[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        if self.stored is not None:
-            return {**self.stored, HF_MXFP4_KEY: fields}
-        return {"quant_method": QUANT_METHOD, **fields}
+        if self.overrides is not None:
+            fields["overrides"] = [[pattern, override] for pattern, override in fields["overrides"].items()]
+        if self.is_portable:
+            return {**copy.deepcopy(self.stored), HF_MXFP4_KEY: fields}
+        return {"quant_method": QUANT_METHOD, **copy.deepcopy(self.stored or {}), **fields}
+
+    @property
+    def is_portable(self) -> bool:
+        """Whether this is the config of a checkpoint in the portable layout."""
+        return self.stored is not None and self.stored["quant_method"] != QUANT_METHOD
 
     def to_diff_dict(self) -> dict[str, Any]:
         """The same as `to_dict`: a checkpoint must not change its meaning when a default does."""
@@ -191,12 +211,13 @@ class FP4Config(QuantizationConfigMixin):
         Raises:
             ValueError: for fields this version does not know, naming them.
         """
-        fields = dict(config_dict)
-        stored = None
-        if HF_MXFP4_KEY in fields:
-            fields = dict(fields[HF_MXFP4_KEY])
+        if HF_MXFP4_KEY in config_dict:
+            fields = dict(config_dict[HF_MXFP4_KEY])
             stored = {key: value for key, value in config_dict.items() if key != HF_MXFP4_KEY}
-        fields.pop("quant_method", None)
+        else:
+            fields = {key: value for key, value in config_dict.items() if key not in ("quant_method", "ignore")}
+            ignore = config_dict.get("ignore")
+            stored = None if ignore is None else {"quant_method": QUANT_METHOD, "ignore": ignore}
         version = fields.pop("version", FORMAT_VERSION)
         unknown = set(fields) - set(FIELDS)
         if unknown or version != FORMAT_VERSION:
@@ -217,12 +238,15 @@ class FP4Config(QuantizationConfigMixin):
         """Fields that `requested` spells out with other values than this (a checkpoint's) config has."""
         return [
             f"{name}={getattr(requested, name)!r} (the checkpoint: {getattr(self, name)!r})"
-            for name in _OVERRIDE_KEYS
+            for name in (*_OVERRIDE_KEYS, "modules_to_not_convert", "overrides")
             if name in requested.given and getattr(requested, name) != getattr(self, name)
         ]
 
 
-FIELDS = tuple(name for name in inspect.signature(FP4Config.__init__).parameters if name not in ("self", "unknown"))
+_signature = inspect.signature(FP4Config.__init__)
+_parameters = [parameter for name, parameter in _signature.parameters.items() if name not in ("self", "unknown")]
+FP4Config.__signature__ = inspect.Signature(_parameters)  # `__new__` would hide it from help() and editors
+FIELDS = tuple(parameter.name for parameter in _parameters)
 
 
 def quantize(weight: torch.Tensor, config: FP4Config | None = None) -> QuantizedTensor:

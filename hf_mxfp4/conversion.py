@@ -61,17 +61,22 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     default_skips = HfQuantizer.get_modules_to_not_convert(model)
     default_skips.append(list(model.named_parameters())[-1][0].rpartition(".")[0])  # the last module, with bias or not
     user_skips = list(config.modules_to_not_convert or ())
+    ignored = set((config.stored or {}).get("ignore", ()))
+    prefix = f"{model.base_model_prefix}."
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
     plan, unsupported = Plan({}, {}, {}, {}), {}
     inside_experts: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        is_experts = _looks_like_experts(name, module)
+        is_experts = looks_like_experts(name, module)
         if not (isinstance(module, nn.Linear) or is_experts) or (inside_experts and name.startswith(inside_experts)):
             continue
-        override = config.override(name)
+        names = {name, prefix + name, name.removeprefix(prefix)}  # as the base model and as a head's model have it
+        override = config.override(*names)
         reason = None
-        if override == "skip" or not should_convert_module(name, user_skips):
+        if override == "skip" or not all(should_convert_module(alias, user_skips) for alias in names):
             reason = "modules_to_not_convert or overrides"
+        elif ignored & names:
+            reason = "left in full precision by the checkpoint"
         elif name in tied:
             reason = "tied to another weight"
         elif override is None and not should_convert_module(name, default_skips):
@@ -85,7 +90,7 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
         if reason is not None:
             plan.kept[name] = reason
             continue
-        recipe = config.recipe(name)
+        recipe = config.recipe(*names)
         problem = _problem(name, module, recipe, is_experts)
         if problem is not None:
             unsupported[name] = problem
@@ -99,7 +104,7 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     return plan
 
 
-def _looks_like_experts(name: str, module: nn.Module) -> bool:
+def looks_like_experts(name: str, module: nn.Module) -> bool:
     """Whether a module owns stacked matrices and calls itself experts."""
     if isinstance(module, FP4Experts):
         return True
@@ -202,7 +207,9 @@ class QuantizeOnLoad(ConversionOps):
     def __init__(self, plan: Plan, config: FP4Config):
         self.plan, self.config = plan, config
         self.waiting: dict[str, torch.Tensor] = {}
+        self.experts: dict[str, FP4Experts] = {}
         self.errors: list[Exception] = []
+        self.missing_keys: set[str] = set()
 
     def convert(self, input_dict, model=None, missing_keys=None, **kwargs) -> dict:
         """Take `{full parameter name: tensor}`; everything is put into the model, so nothing is returned."""
@@ -210,6 +217,7 @@ class QuantizeOnLoad(ConversionOps):
             tensor = tensor[0] if isinstance(tensor, list) else tensor
             if missing_keys is not None:
                 missing_keys.discard(name)
+                self.missing_keys = missing_keys  # the loader's own set: after loading, what was not there
             if self.errors:
                 continue
             try:
@@ -218,20 +226,22 @@ class QuantizeOnLoad(ConversionOps):
                 self.errors.append(error)
         return {}
 
-    def raise_errors(self) -> None:
-        """Raise the first error met while loading."""
+    def finish(self, model: nn.Module) -> None:
+        """Raise what went wrong; then make sure that every planned module is packed, new heads excepted."""
         if self.errors:
             raise self.errors[0]
-
-    def finish(self, model: nn.Module) -> None:
-        """Raise what went wrong; then make sure that every planned module is packed."""
-        self.raise_errors()
-        names = [*self.plan.linears, *self.plan.experts]
-        empty = [name for name in names if not is_packed(model.get_submodule(name))]
-        if empty:
+        for name in [name for name in self.plan.linears if not is_packed(model.get_submodule(name))]:
+            if is_head(model, name):
+                keep_new_head(self.plan, name)
+        planned = [*self.plan.linears, *self.plan.experts]
+        missing = [name for name in planned if not is_packed(model.get_submodule(name))]
+        for name in planned:
+            missing += [f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()]
+        missing = [name for name in missing if name in planned or name in self.missing_keys]
+        if missing:
             raise ValueError(
-                f"{len(empty)} modules were to be packed, but the checkpoint holds no weights for them: "
-                f"{', '.join(empty[:5])}. The checkpoint is incomplete or of another architecture."
+                f"the checkpoint holds no weights for {len(missing)} modules or parameters that belong to packed "
+                f"modules: {', '.join(missing[:5])}. It is incomplete or of another architecture."
             )
 
     def _take(self, model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -239,6 +249,12 @@ class QuantizeOnLoad(ConversionOps):
         if path in self.plan.experts:
             self._pack_experts(model, path, leaf, tensor)
             return
+        expected = model.get_submodule(path).weight.shape
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(expected)} in the model; the "
+                "checkpoint is of another architecture or size."
+            )
         group = self.plan.groups.get(path, (path,))
         self.waiting[path] = tensor
         if not all(member in self.waiting for member in group):
@@ -261,17 +277,35 @@ class QuantizeOnLoad(ConversionOps):
         _place(model, name, FP4Linear.from_quantized(weight, linear.bias, dtype=linear.weight.dtype, **options))
 
     def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:
-        experts, recipe = model.get_submodule(path), self.plan.experts[path]
-        if not isinstance(experts, FP4Experts):
-            experts = _empty_experts(experts, recipe, self.config)
-            _place(model, path, experts)
+        dense, recipe = model.get_submodule(path), self.plan.experts[path]
+        experts = self.experts.setdefault(path, _empty_experts(dense, recipe, self.config))
+        if tensor.ndim != 3 or tensor.shape != getattr(dense, leaf).shape:
+            raise ValueError(
+                f"{path}.{leaf}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(getattr(dense, leaf).shape)} "
+                "in the model; the checkpoint is of another architecture or size."
+            )
         weight = tensor.transpose(1, 2) if experts.is_transposed else tensor
         experts.load_projection(leaf, recipe.quantize(weight, f"{path}.{leaf}"))
+        if is_packed(experts):
+            for name in experts.shapes if experts.has_bias else ():
+                setattr(experts, f"{name}_bias", getattr(dense, f"{name}_bias"))
+            _place(model, path, self.experts.pop(path))
 
 
 def is_packed(module: nn.Module) -> bool:
     """Whether a module is one of ours and holds real packed tensors."""
     return isinstance(module, (FP4Linear, FP4Experts)) and all(b.device.type != "meta" for b in module.buffers())
+
+
+def is_head(model: PreTrainedModel, name: str) -> bool:
+    """Whether a module lies outside the base model: a head, which a checkpoint may lack."""
+    return model.base_model is not model and not name.startswith(f"{model.base_model_prefix}.")
+
+
+def keep_new_head(plan: Plan, name: str) -> None:
+    """Take a head that the checkpoint lacks out of the plan: it starts as a new layer, in full precision."""
+    del plan.linears[name]
+    plan.kept[name] = "new, not in the checkpoint"
 
 
 class FuseExperts(ConversionOps):
@@ -318,7 +352,9 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
         for suffix in _SUFFIXES:
             stored = packed_name if suffix == "packed" else f"weight_{suffix}"
             sources = [re.sub(r"weight\$?$", stored, source) for source in converter.source_patterns]
-            ours.append(_whole_names(converter, sources, f"{target}_{suffix}", [FuseExperts()]))
+            for place in _places(model, plan, converter):
+                placed = [place + source for source in sources]
+                ours.append(_whole_names(converter, placed, f"{place}{target}_{suffix}", [FuseExperts()]))
         theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
     if layout == "own":
         leaves = {name.rpartition(".")[2] for name in plan.linears}
@@ -326,6 +362,15 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
         projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
         ours += [WeightRenaming(rf"(?<=\.)experts\.{p}(?!\w)", f"experts.{p}_packed") for p in sorted(projections)]
     return ours + theirs
+
+
+def _places(model: PreTrainedModel, plan: Plan, converter: WeightConverter) -> list[str]:
+    """What to put before a converter's patterns: nothing if all experts are packed, else the path of each that is."""
+    if not any(looks_like_experts(name, model.get_submodule(name)) for name in plan.kept):
+        return [""]
+    inside = converter.target_patterns[0].rpartition(".")[0]  # "mlp.experts" or ".experts"
+    scope = ".".join(part for part in (model.base_model_prefix, getattr(converter, "scope_prefix", None)) if part)
+    return [name.removesuffix(inside).removeprefix(f"{scope}.") for name in plan.experts]
 
 
 def _whole_names(like: WeightConverter, sources: list[str], target: str, operations: list) -> WeightConverter:

@@ -52,20 +52,31 @@ class _PackedModule(nn.Module):
             setattr(self, f"{prefix}_{suffix}", value)
 
     def _apply(self, fn, recurse=True):
-        # Moving devices must touch these buffers, casting must not: nn.Module casts whatever is floating point, so
-        # scales are shown to it as integers.
-        hidden = {}
-        for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                hidden[name] = buffer.dtype
-                self._buffers[name] = buffer.view(torch.uint8 if buffer.itemsize == 1 else torch.int32)
+        # Moving must reach the packed buffers, casting must not: `fn` is applied to them as integers, and what it
+        # casts even so (`Module.type`) only tells the device.
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        buffers, self._buffers = self._buffers, {}
         try:
-            self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
             super()._apply(fn, recurse)
         finally:
-            for name, dtype in hidden.items():
-                self._buffers[name] = self._buffers[name].view(dtype)
+            self._buffers = buffers
+        for name, buffer in buffers.items():
+            integers = buffer.view(torch.uint8 if buffer.itemsize == 1 else torch.int32)
+            moved = fn(integers)
+            moved = moved if moved.dtype == integers.dtype else integers.to(moved.device)
+            buffers[name] = moved.view(buffer.dtype)
         return self
+
+    def __getstate__(self):
+        # torch (2.13) cannot unpickle float8 tensors outside torch.save: scales travel as bytes.
+        buffers = {n: b.view(torch.uint8) if b.itemsize == 1 else b for n, b in self._buffers.items()}
+        return {**self.__dict__, "_buffers": buffers}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for name, buffer in self._buffers.items():
+            if name.endswith("_scale") and buffer.itemsize == 1:
+                self._buffers[name] = buffer.view(self.format.scale_dtype)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, buffer in self._buffers.items():

@@ -8,6 +8,7 @@ import logging
 
 import torch
 import transformers
+from accelerate.hooks import add_hook_to_module
 from packaging import version
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,8 +18,10 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_mxfp4 import conversion
 from hf_mxfp4.checkpoints import (
+    FULL_PRECISION,
     HF_MXFP4_KEY,
     LAYOUTS,
+    PACKED_ENDINGS,
     Expected,
     StoredTensor,
     check_scales,
@@ -45,6 +48,7 @@ class FP4HfQuantizer(HfQuantizer):
         self.layout = "own"
         self.loader: conversion.QuantizeOnLoad | None = None
         self.weight_names: set[str] = set()
+        self.headers: dict[str, StoredTensor] = {}
 
     # --- before loading ----------------------------------------------------------------------------------------------
 
@@ -73,27 +77,30 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
         self.plan = conversion.plan_modules(model, config)
-        if config.layout == "portable" and self.plan.experts:
+        has_experts = any(conversion.looks_like_experts(name, module) for name, module in model.named_modules())
+        if config.layout == "portable" and has_experts:
             raise ValueError(
-                'layout="portable" cannot hold fused experts: transformers with compressed-tensors would drop their '
-                'tensor scales and compute wrong numbers in silence. Use layout="auto" or "own".'
+                'layout="portable" cannot hold models with fused experts: transformers with compressed-tensors drops '
+                'the tensor scales of packed experts and cannot load others. Use layout="auto" or "own".'
             )
         # A checkpoint of ours says which layout it is in; a new one is portable where every reader gets it right.
         if self.pre_quantized:
-            self.layout = "portable" if config.stored is not None else "own"
+            self.layout = "portable" if config.is_portable else "own"
         elif config.layout == "auto":
-            self.layout = "own" if self.plan.experts else "portable"
+            self.layout = "own" if has_experts else "portable"
         else:
             self.layout = config.layout
         if not self.pre_quantized:
             self.loader = conversion.QuantizeOnLoad(self.plan, config)
             self.weight_names = self.plan.weight_names(model)
+            self.headers = self._read_headers(f for f in checkpoint_files or () if str(f).endswith(".safetensors"))
+            self._check_sources(model)
             return model
-        headers = self._read_headers(checkpoint_files)
-        self._plan_what_is_packed(model, headers)
+        self.headers = self._read_headers(checkpoint_files)
+        self._adapt_plan(model)
         conversion.replace_with_empty(model, self.plan, config)
-        if headers:
-            self._check_headers(model, headers)
+        if self.headers:
+            self._check_headers(model)
         return model
 
     def _read_headers(self, checkpoint_files) -> dict[str, StoredTensor]:
@@ -104,44 +111,72 @@ class FP4HfQuantizer(HfQuantizer):
             headers.update(read_header(file))
         return headers
 
-    def _plan_what_is_packed(self, model, headers: dict[str, StoredTensor]) -> None:
-        """Pack also those kept linears that the checkpoint holds packed (saved from another head's point of view)."""
-        prefix = f"{model.base_model_prefix}."
-        stored = {key.removesuffix(".weight_scale") for key in headers if key.endswith(".weight_scale")}
-        for name in list(self.plan.kept):
-            if {name, prefix + name, name.removeprefix(prefix)} & stored and isinstance(
-                model.get_submodule(name), nn.Linear
-            ):
-                recipe = self.quantization_config.recipe(name)
-                if recipe is not None:
-                    self.plan.linears[name] = recipe
-                    del self.plan.kept[name]
-
-    def _check_headers(self, model, headers: dict[str, StoredTensor]) -> None:
-        """Every buffer of a packed module must be in the checkpoint with its exact dtype and shape."""
-        mapping = get_model_conversion_mapping(model, None, self)
+    def _names_in_model(self, model, quantizer) -> dict[str, tuple[str, bool]]:
+        """Where each stored tensor loads: its name in the model, and whether it is one part of that tensor."""
+        mapping = get_model_conversion_mapping(model, None, quantizer)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        state = model.state_dict()
-        found: dict[str, list[tuple[str, StoredTensor]]] = {}
-        split = set()  # buffers stored as one tensor for each expert and projection
-        for key, tensor in headers.items():
+        state, names = model.state_dict(), {}
+        for key in self.headers:
             name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-            found.setdefault(name, []).append((key, tensor))
-            if pattern is not None:
-                split.add(name)
-        expected = {}
+            if name not in state and key in state:  # as the loader does: the key was right as it was
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
+            names[key] = (name, pattern is not None)
+        return names
+
+    def _check_sources(self, model) -> None:
+        """Weights to be quantized must be stored in full precision: the loader would cast anything to the dtype."""
+        for key, (name, _) in self._names_in_model(model, None).items():
+            if name in self.weight_names and self.headers[key].dtype not in FULL_PRECISION:
+                raise ValueError(
+                    f"{key}: dtype {self.headers[key].dtype} in {self.headers[key].file} cannot be quantized; "
+                    f"allowed: {', '.join(FULL_PRECISION)}. Load the original full-precision checkpoint."
+                )
+
+    def _adapt_plan(self, model) -> None:
+        """Fit the plan to a checkpoint saved from another head's point of view: pack what is stored packed though it
+        is kept here by default, and leave new heads, of which nothing is stored, in full precision."""
+        stored = {name for name, _ in self._names_in_model(model, None).values()}
+        for name in [name for name in self.plan.kept if f"{name}.weight_scale" in stored]:
+            recipe = self.quantization_config.recipe(name)
+            if recipe is not None and type(model.get_submodule(name)) is nn.Linear:
+                self.plan.linears[name] = recipe
+                del self.plan.kept[name]
+        modules = {name.rpartition(".")[0] for name in stored}
+        for name in [name for name in self.plan.linears if self.headers and name not in modules]:
+            if conversion.is_head(model, name):
+                conversion.keep_new_head(self.plan, name)
+
+    def _check_headers(self, model) -> None:
+        """Every tensor of a packed module must be in the checkpoint with its exact dtype and shape, and nothing
+        packed may be stored for modules that are not."""
+        found: dict[str, list[tuple[str, StoredTensor]]] = {}
+        names = self._names_in_model(model, self)
+        for key, (name, _) in names.items():
+            found.setdefault(name, []).append((key, self.headers[key]))
+        split = {name for name, is_part in names.values() if is_part}
+        expected, state = {}, model.state_dict()
         for path in (*self.plan.linears, *self.plan.experts):
             module = model.get_submodule(path)
-            for buffer_name, buffer in module.named_buffers(recurse=False):
-                name, shape = f"{path}.{buffer_name}", tuple(buffer.shape)
+            for leaf, _ in module.named_parameters():
+                expected[f"{path}.{leaf}"] = Expected(None, tuple(module.get_parameter(leaf).shape))
+            for leaf, buffer in module.named_buffers(recurse=False):
+                name, shape = f"{path}.{leaf}", tuple(buffer.shape)
                 if name in split:
-                    merged = 2 if "gate_up_proj" in buffer_name else 1
-                    each = (1,) if buffer_name.endswith("global_scale") else (shape[1] // merged, shape[2])
+                    merged = 2 if "gate_up_proj" in leaf else 1
+                    each = (1,) if leaf.endswith("global_scale") else (shape[1] // merged, shape[2])
                     expected[name] = Expected(buffer.dtype, each, shape[0] * merged)
                 else:
                     expected[name] = Expected(buffer.dtype, shape)
         check_stored(expected, found)
+        modules = {name for name, _ in model.named_modules()}
+        for name in found:
+            if name not in state and name.endswith(PACKED_ENDINGS) and name.rpartition(".")[0] in modules:
+                raise ValueError(
+                    f"the checkpoint holds packed tensors (such as {found[name][0][0]}) for modules that its "
+                    "quantization_config leaves in full precision. Its config.json was edited or belongs to another "
+                    "checkpoint; download or quantize it again."
+                )
 
     # --- while loading -----------------------------------------------------------------------------------------------
 
@@ -184,10 +219,7 @@ class FP4HfQuantizer(HfQuantizer):
         self._check_packed(model)
         del self._model
         config = self.quantization_config
-        config.stored = None
-        if self.layout == "portable":
-            kept = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and not isinstance(m, FP4Linear)]
-            config.stored = compressed_tensors_config({n: r.format for n, r in self.plan.linears.items()}, kept)
+        config.stored = self._stored_config(model)
         model.num_parameters = ParameterCounter(model)
         self._report(model)
         if config.dequantize:
@@ -195,9 +227,21 @@ class FP4HfQuantizer(HfQuantizer):
             self.remove_quantization_config(model)
         return model
 
+    def _stored_config(self, model) -> dict:
+        """What stands in config.json beside our own fields."""
+        linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        kept = (linears - set(self.plan.linears)) | set(self.plan.kept)
+        if self.layout == "own":
+            return {"quant_method": QUANT_METHOD, "ignore": sorted(kept)}
+        return compressed_tensors_config({name: recipe.format for name, recipe in self.plan.linears.items()}, kept)
+
     def _check_packed(self, model) -> None:
         for path in (*self.plan.linears, *self.plan.experts):
             module = model.get_submodule(path)
+            tensors = dict(module.named_buffers(recurse=False)) | dict(module.named_parameters(recurse=False))
+            absent = [name for name, tensor in tensors.items() if not hasattr(tensor, "_is_hf_initialized")]
+            if self.pre_quantized and not self.headers and absent:  # a state dict: there was no header to check
+                raise ValueError(f"the state dict holds no {path}.{absent[0]}, which a packed module needs.")
             prefixes = ["weight"] if isinstance(module, FP4Linear) else list(module.shapes)
             for prefix in prefixes:
                 scale, divisor = getattr(module, f"{prefix}_scale"), getattr(module, f"{prefix}_global_scale", None)
@@ -246,6 +290,12 @@ class FP4HfQuantizer(HfQuantizer):
 
     def _dequantize(self, model, dtype=None):
         """Put plain modules back in the places of packed ones."""
+        offloaded = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+        if offloaded:
+            raise ValueError(
+                f"{len(offloaded)} tensors are offloaded (such as {offloaded[0]}), so the model cannot be dequantized "
+                "in place. Load it without offloading first, or with FP4Config(dequantize=True)."
+            )
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
         with torch.device("meta"):
             skeleton = type(model)(copy.deepcopy(model.config))
@@ -264,6 +314,8 @@ class FP4HfQuantizer(HfQuantizer):
             else:
                 continue
             dense.train(module.training)
+            if hasattr(module, "_hf_hook"):  # several devices: activations must still be moved to this one's
+                add_hook_to_module(dense, module._hf_hook)
             model.set_submodule(path, dense)
         for attribute in ("_weight_conversions", "num_parameters"):
             model.__dict__.pop(attribute, None)

@@ -6,6 +6,8 @@ Every kernel has its twin here and is tested against it bit for bit (codes, scal
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hf_mxfp4.formats import E2M1_VALUES, FORMATS, BlockFormat, QuantizedTensor
@@ -66,6 +68,7 @@ def encode(weight: torch.Tensor, scales: Scales, fmt: BlockFormat) -> torch.Tens
     return packed
 
 
+@torch.no_grad()
 def quantize(
     weight: torch.Tensor,
     format: str | BlockFormat,
@@ -93,19 +96,23 @@ def quantize(
         TypeError: for a dtype that is not one of the three.
         ValueError: for NaN or Inf, or K that is not a multiple of the block size.
     """
-    fmt = FORMATS[format] if isinstance(format, str) else format
+    fmt = FORMATS.get(format) if isinstance(format, str) else format
+    if fmt is None:
+        raise ValueError(f"format={format!r}; allowed: {', '.join(FORMATS)}.")
     check_weight(weight, fmt, name)
-    rule = SCALE_RULES[scale_rule]
-    if fmt.name not in rule.formats:
-        raise ValueError(f"scale_rule={scale_rule!r} works for {', '.join(rule.formats)}, not for {fmt.name}.")
-    matrices = weight.reshape(-1, *weight.shape[-2:]) if weight.ndim >= 2 else weight.reshape(1, 1, -1)
+    usable = {rule: row.function for rule, row in SCALE_RULES.items() if fmt.name in row.formats}
+    if scale_rule not in usable:
+        raise ValueError(f"scale_rule={scale_rule!r}; allowed for {fmt.name}: {', '.join(usable)}.")
+    rule = usable[scale_rule]
+    stack = weight.shape[:-2]
+    matrices = weight.reshape(math.prod(stack), *weight.shape[-2:]) if weight.ndim >= 2 else weight.reshape(1, 1, -1)
     packed, scale, global_scale = [], [], []
     for matrix in matrices:
-        scales = rule.function(matrix, fmt, options, channel_weights)
+        scales = rule(matrix, fmt, options, channel_weights)
         packed.append(encode(matrix, scales, fmt))
         scale.append(scales.scale.view(torch.uint8))
         global_scale.append(scales.global_scale)
-    lead, stack = weight.shape[:-1], weight.shape[:-2]
+    lead = weight.shape[:-1]
     if not packed:
         packed, scale = [weight.new_empty(0, dtype=torch.uint8)], [weight.new_empty(0, dtype=torch.uint8)]
         global_scale = [torch.empty(stack, device=weight.device)]

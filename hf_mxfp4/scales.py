@@ -21,6 +21,8 @@ from hf_mxfp4.formats import E2M1_MAX, E4M3_MAX, BlockFormat
 CHUNK_WEIGHTS = 1 << 18  # weights handled at once: about 1 MB in float32, so temporaries stay in a core's L2 cache
 _RELATIVE_DROP = 1e-6  # SOAR stops once a round lowers the error by less than this fraction
 _SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_WEIGHT = 2.0**-120  # smaller ones count as zero: their scales would be subnormal, and may be flushed
+_TOP_EXPONENT_BYTE = 252  # 2^125: code 7 is then still finite in float32
 
 
 class ScaleOptions(NamedTuple):
@@ -62,9 +64,9 @@ def row_chunks(weight: torch.Tensor) -> Iterator[slice]:
 
 
 def blocked_magnitudes(weight: torch.Tensor, block_size: int) -> torch.Tensor:
-    """`|weight|` `[N, K]` as float32 blocks `[N, K/B, B]`; float32 subnormals count as zero, whatever the FPU mode."""
+    """`|weight|` `[N, K]` as float32 blocks `[N, K/B, B]`; those below 2^-120 count as zero."""
     magnitude = weight.to(torch.float32).abs().unflatten(-1, (-1, block_size))
-    return torch.where(magnitude < _SMALLEST_NORMAL, 0.0, magnitude)
+    return torch.where(magnitude < _SMALLEST_WEIGHT, 0.0, magnitude)
 
 
 def block_amax(weight: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -119,7 +121,7 @@ def _power_of_two_global_scale(amax: torch.Tensor) -> torch.Tensor:
     peak = amax.max() if amax.numel() else amax.new_zeros(())
     mantissa, exponent = math.frexp(float(peak) / (4 * E4M3_MAX))
     exponent -= mantissa == 0.5  # exactly a power of two
-    return torch.tensor(2.0 ** min(max(exponent, -125), 125) if peak > 0 else 1.0, device=amax.device)
+    return torch.tensor(2.0 ** min(max(exponent, -125), 116) if peak > 0 else 1.0, device=amax.device)
 
 
 # --- the plain rules -------------------------------------------------------------------------------------------------
@@ -127,7 +129,8 @@ def _power_of_two_global_scale(amax: torch.Tensor) -> torch.Tensor:
 
 def _finish(byte: torch.Tensor, amax: torch.Tensor, fmt: BlockFormat, global_scale=None) -> Scales:
     """Clamp scale bytes to the format's range, set all-zero blocks to `zero_byte`, view as the storage dtype."""
-    byte = torch.where(amax == 0, fmt.zero_byte, byte.clamp(0, fmt.top_byte)).to(torch.uint8)
+    top = min(fmt.top_byte, _TOP_EXPONENT_BYTE)
+    byte = torch.where(amax == 0, fmt.zero_byte, byte.clamp(0, top)).to(torch.uint8)
     return Scales(fmt.scale_from_bytes(byte), global_scale)
 
 
@@ -201,8 +204,9 @@ class _Units:
         self.weights = None
         if channel_weights is not None:
             weights = channel_weights.to(self.magnitude).view(-1, fmt.block_size)
-            weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, 1.0)  # unseen channels: plain error
-            self.weights = weights.repeat(weight.shape[0], 1)
+            weights = weights.repeat(weight.shape[0], 1)
+            unseen = (weights * self.magnitude).sum(-1, keepdim=True) == 0  # every scale would do: plain error there
+            self.weights = torch.where(unseen, 1.0, weights)
 
     def __getitem__(self, index) -> _Units:
         part = object.__new__(_Units)
@@ -268,7 +272,7 @@ class _Units:
         index, unit, byte = torch.arange(len(best_byte), device=best_byte.device), self, best_byte - 1
         lowest = 1 if self.offset is None else 0
         while True:
-            alive = (byte >= lowest) & (unit.amax > 0)
+            alive = byte >= lowest
             alive &= unit.clip_bound(byte.clamp(min=0)) <= best_error[index]
             count = int(alive.sum())
             if not count:

@@ -2,7 +2,7 @@
 """Compile the kernels for a GPU that need not be there; what they use comes out as a JSON line per variant.
 
     python tests/compile_targets.py cuda:90
-    python tests/compile_targets.py hip:gfx942
+    python tests/compile_targets.py hip:gfx942 --brief
 
 One process per target: triton 3.6 keeps state about E4M3 conversions between targets.
 """
@@ -25,6 +25,18 @@ from hf_mxfp4.kernels import dequantize, gemm
 
 POINTERS = {"packed": "*u8", "scale": "*u8", "global_scale": "*fp32", "offsets": "*i32"}
 ACTIVATIONS = ("x", "bias", "out")
+# Every kernel, format, dtype and tile size at least once, in a third of the time that all of them take.
+BRIEF = """
+dequantize mxfp4 bf16
+dequantize nvfp4 fp32
+linear mxfp4 tokens=512 experts=1 bf16
+linear mxfp4 tokens=64 experts=1 fp16
+linear mxfp4 tokens=64 experts=1 fp32
+linear nvfp4 tokens=1 experts=1 bf16
+linear nvfp4 tokens=4096 experts=128 bf16
+linear_grad mxfp4 tokens=4096 experts=128 bf16
+linear_grad nvfp4 tokens=64 experts=1 bf16
+""".strip().splitlines()
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -36,12 +48,13 @@ def variants() -> Iterator[tuple]:
         shape = {"E8M0": e8m0, "BLOCK": fmt.block_size}
         for dtype in (torch.bfloat16, torch.float32):
             constants = {**shape, **absent, "EVEN_K": dtype == torch.bfloat16}
-            yield f"dequantize {fmt.name}", dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
+            name = f"dequantize {fmt.name} {SHORT[dtype]}"
+            yield name, dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
         weight = QuantizedTensor(*(torch.empty(256, 4096 // d, device="meta") for d in (2, fmt.block_size)), None, fmt)
         for dtype, tokens, experts in (
             *((torch.bfloat16, tokens, 1) for tokens in (1, 64, 512)),
             *((dtype, 64, 1) for dtype in (torch.float16, torch.float32)),
-            (torch.bfloat16, 1024, 128),
+            (torch.bfloat16, 4096, 128),
         ):
             for grad in (False, True):
                 if grad and tokens == 1:
@@ -51,8 +64,8 @@ def variants() -> Iterator[tuple]:
                 if experts == 1:
                     constants |= {"offsets": None, "bias": None}
                 kernel = gemm.linear_grad_kernel if grad else gemm.linear_kernel
-                name = f"{'linear_grad' if grad else 'linear'} {fmt.name} tokens={tokens} experts={experts}"
-                yield name, kernel, dtype, constants, tile
+                name = f"{fmt.name} tokens={tokens} experts={experts} {SHORT[dtype]}"
+                yield f"{'linear_grad' if grad else 'linear'} {name}", kernel, dtype, constants, tile
 
 
 def compile_variant(kernel, dtype, constants: dict, options: dict, target: GPUTarget):
@@ -90,13 +103,14 @@ def resources(compiled, backend: str) -> dict[str, int]:
     return used | {key: int(re.search(rf"{field}:(\d+)", text)[1]) for key, field in fields.items()}
 
 
-def main(name: str) -> None:
+def main(name: str, *options: str) -> None:
     backend, arch = name.split(":")
     target = GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
-    for label, kernel, dtype, constants, options in variants():
-        compiled = compile_variant(kernel, dtype, constants, options, target)
-        print(json.dumps({"variant": f"{label} {SHORT[dtype]}", **resources(compiled, backend)}), flush=True)
+    for label, kernel, dtype, constants, launch in variants():
+        if "--brief" not in options or label in BRIEF:
+            compiled = compile_variant(kernel, dtype, constants, launch, target)
+            print(json.dumps({"variant": label, **resources(compiled, backend)}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

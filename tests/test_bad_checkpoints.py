@@ -14,7 +14,9 @@ NAMES = {"portable": "llama", "own": "qwen3_moe"}
 LAYER = {"portable": DOWN, "own": EXPERT}
 CODES = {"portable": "weight_packed", "own": "weight"}
 layouts = pytest.mark.parametrize("layout", ["portable", "own"])
-BELONG = r"the checkpoint does not hold what its quantization_config promises: .*do not belong together, or were edited"
+BELONG = (
+    r"the checkpoint does not hold what its quantization_config promises: .*do not belong together, or were edited"
+)
 
 
 def refuse(layout, tmp_path, match, change=None, config=None, format="nvfp4", **kwargs):
@@ -33,7 +35,9 @@ def refuse(layout, tmp_path, match, change=None, config=None, format="nvfp4", **
 def test_missing_tensor(layout, part, mismatches, tmp_path):
     key = f"{LAYER[layout]}.{CODES[layout] if part == 'codes' else part}"
     found = "0 of 1" if layout == "portable" else "7 of 8"
-    refuse(layout, tmp_path, rf"{found} tensors found.*{BELONG[-30:]}", put(key, None), ignore_mismatched_sizes=mismatches)
+    refuse(
+        layout, tmp_path, rf"{found} tensors found.*{BELONG[-30:]}", put(key, None), ignore_mismatched_sizes=mismatches
+    )
 
 
 @layouts
@@ -45,7 +49,11 @@ def test_missing_tensor(layout, part, mismatches, tmp_path):
         ("codes", lambda old: torch.cat([old, old], 1).to(torch.bfloat16), r"BF16 \[.*expected U8"),
         ("weight_scale", lambda old: old.float(), r"F32 \[.*expected F8_E4M3"),
         ("weight_scale", lambda old: old.view(torch.uint8), r"U8 \[.*expected F8_E4M3"),
-        ("weight_scale", lambda old: old.view(torch.uint8).t().contiguous().view(old.dtype), r"F8_E4M3 \[.*expected F8"),
+        (
+            "weight_scale",
+            lambda old: old.view(torch.uint8).t().contiguous().view(old.dtype),
+            r"F8_E4M3 \[.*expected F8",
+        ),
         ("weight_global_scale", lambda old: old.to(torch.bfloat16), r"BF16 \[1\] in .*expected F32 \[1\]"),
         ("weight_global_scale", lambda old: old[0].clone(), r"F32 \[\] in model.safetensors, expected F32 \[1\]"),
         ("weight_global_scale", lambda old: old.repeat(2), r"F32 \[2\] in model.safetensors, expected F32 \[1\]"),
@@ -75,7 +83,9 @@ def test_bad_block_scale(layout, byte, format, tmp_path):
     """NaN and negative block scales."""
     key = f"{LAYER[layout]}.weight_scale"
     change = poke(key, 3, 1, value=byte, dtype=torch.uint8)
-    match = rf"{'up' if layout == 'own' else 'down'}_proj.*: 1 block scales are negative, NaN or out of {format}'s range"
+    match = (
+        rf"{'up' if layout == 'own' else 'down'}_proj.*: 1 block scales are negative, NaN or out of {format}'s range"
+    )
     refuse(layout, tmp_path, match, change, format=format)
 
 

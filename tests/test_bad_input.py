@@ -70,7 +70,11 @@ def put(key: str, value):
         ("llama", f"{DOWN}.weight", rf"{DOWN}.weight: 1 of 8192 values are NaN or Inf"),
         ("llama", f"{Q_PROJ}.weight", rf"{Q_PROJ}.weight.*: 1 of \d+ values are NaN or Inf"),
         ("qwen3_moe", f"{EXPERT}.weight", r"model.layers.1.mlp.experts.gate_up_proj: 1 of \d+ values are NaN or Inf"),
-        ("gpt_oss", "model.layers.0.mlp.experts.down_proj", r"layers.0.mlp.experts.down_proj: 1 of \d+ values are NaN"),
+        (
+            "gpt_oss",
+            "model.layers.0.mlp.experts.down_proj",
+            r"layers.0.mlp.experts.down_proj: 1 of \d+ values are NaN",
+        ),
     ],
 )
 def test_nonfinite_weights(name, key, reported, value, tmp_path):

@@ -213,6 +213,27 @@ def test_base_model_quantized(name, tmp_path):
     assert torch.equal(hidden(whole), outputs(base))
 
 
+@pytest.mark.parametrize("layout", ["portable", "own"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"modules_to_not_convert": ["model.layers.1.self_attn"]},
+        {"overrides": {r"^model\.layers\.1\.mlp": {"format": "mxfp4"}, r"model\.layers\.0\.mlp": "skip"}},
+    ],
+    ids=["kept", "overrides"],
+)
+def test_full_names_under_another_head(layout, fields, tmp_path):
+    """Names in a recipe are those of the model it was made for; a base model's lack the prefix."""
+    model = case("llama").quantize(layout=layout, **fields)
+    model.save_pretrained(tmp_path / "whole")
+    base, report = transformers.AutoModel.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not report["missing_keys"] and set(report["unexpected_keys"]) == {"lm_head.weight"}
+    assert torch.equal(outputs(base), hidden(model))
+    first = saved_bytes(base, tmp_path / "base")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "base")
+    assert torch.equal(outputs(again), hidden(model)) and saved_bytes(again, tmp_path / "again") == first
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_classifier(name, packed, tmp_path):

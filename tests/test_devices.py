@@ -25,6 +25,7 @@ from hf_mxfp4 import FP4Config, FP4HfQuantizer
 
 SOME = ("llama", "qwen3_moe", "gpt_oss")
 CPU = torch.device("cpu")
+ignore_offloaded_save = pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded:UserWarning")
 # One layer on disk, the rest on the CPU.
 DISK_MAP = {
     **dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"), "cpu"),
@@ -34,6 +35,7 @@ DISK_MAP = {
 
 @pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, {"": CPU}, "auto"], ids=str)
 @pytest.mark.parametrize("name", SOME)
+@ignore_offloaded_save
 def test_device_map(name, device_map, tmp_path):
     this = case(name)
     kwargs = {"max_memory": {"cpu": "1GB"}} if device_map == "auto" else {}
@@ -54,6 +56,7 @@ def test_device_map(name, device_map, tmp_path):
 @pytest.mark.parametrize("offload_buffers", [False, True])
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@ignore_offloaded_save
 def test_layer_on_disk(name, format, offload_buffers, tmp_path):
     """A saved model whose second layer is read from disk; with `offload_buffers` its packed weights are too."""
     this = case(name, format)

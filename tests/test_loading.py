@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tiny_models import (
     DENSE,
@@ -24,7 +25,7 @@ from tiny_models import (
 from torch import nn
 
 import hf_mxfp4
-from hf_mxfp4 import FP4Config, FP4Experts, FP4Linear
+from hf_mxfp4 import FP4Config, FP4Linear
 
 every_case = pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 every_model = pytest.mark.parametrize("name", DENSE + MIXTURES)
@@ -39,7 +40,7 @@ TOGETHER = (
 )
 
 
-def assert_quantized(found, weight: torch.Tensor, format: str, rows: slice = slice(None)):
+def assert_quantized(found, weight: torch.Tensor, rows: slice, format: str):
     """A packed weight equals `rows` of the quantized `weight`, and so does what it decodes to."""
     expected = hf_mxfp4.quantize(weight, FP4Config(format=format))
     part = expected._replace(packed=expected.packed[..., rows, :], scale=expected.scale[..., rows, :])
@@ -49,13 +50,6 @@ def assert_quantized(found, weight: torch.Tensor, format: str, rows: slice = sli
     if found.global_scale is not None:
         assert torch.equal(found.global_scale, part.global_scale)
     assert torch.equal(hf_mxfp4.dequantize(found, torch.float32), hf_mxfp4.dequantize(part, torch.float32))
-
-
-def assert_same_tensors(state: dict, other: dict):
-    assert state.keys() == other.keys()
-    for key, value in state.items():
-        assert value.dtype == other[key].dtype and value.shape == other[key].shape, key
-        assert torch.equal(value.contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
 
 
 def clone(state: dict) -> dict:
@@ -98,18 +92,13 @@ def test_weights_equal_quantize(name, format):
     for path, module in packed_modules(this.model).items():
         dense = this.dense.get_submodule(path)
         if isinstance(module, FP4Linear):
-            assert_quantized(module.quantized, *insert(with_siblings(this.dense, path), format))
+            assert_quantized(module.quantized, *with_siblings(this.dense, path), format)
             assert (module.in_features, module.out_features) == (dense.in_features, dense.out_features)
             continue
         for projection in ("gate_up_proj", "down_proj"):
             weight = getattr(dense, projection).detach()
             weight = weight.transpose(1, 2) if name == "gpt_oss" else weight
-            assert_quantized(module.quantized(projection), weight, format)
-
-
-def insert(weight_and_rows: tuple[torch.Tensor, slice], format: str) -> tuple:
-    weight, rows = weight_and_rows
-    return weight, format, rows
+            assert_quantized(module.quantized(projection), weight, slice(None), format)
 
 
 @every_model
@@ -179,9 +168,10 @@ def test_shards(name, format, tmp_path):
     assert torch.equal(outputs(reloaded), outputs(this.model))
     assert saved_bytes(reloaded, tmp_path / "one") == file_bytes(this.folder)
     # Fewer shards over more: nothing of the old ones stays.
-    assert saved_bytes(reloaded, tmp_path / "packed").keys() - {"model.safetensors.index.json"} == file_bytes(
-        this.folder
-    ).keys()
+    assert (
+        saved_bytes(reloaded, tmp_path / "packed").keys() - {"model.safetensors.index.json"}
+        == file_bytes(this.folder).keys()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -198,7 +188,7 @@ def test_source_dtype(name, dtype, tmp_path):
         assert module.dtype == dtype
         if isinstance(module, FP4Linear):
             assert module.weight.dtype == dtype
-            assert_quantized(module.quantized, *insert(with_siblings(dense, path), "nvfp4"))
+            assert_quantized(module.quantized, *with_siblings(dense, path), "nvfp4")
     model.save_pretrained(tmp_path)
     reloaded = auto_class(name).from_pretrained(tmp_path)
     assert outputs(model).dtype == dtype
@@ -255,8 +245,6 @@ def test_biases_are_kept():
 
 def test_float32_modules_are_kept(monkeypatch, tmp_path):
     """What a model class keeps in float32 is neither packed nor cast."""
-    import transformers
-
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"o_proj"})
     this = case("llama")
     model = this.quantize()
@@ -315,55 +303,6 @@ def test_state_dict_of_another_dtype_is_refused(suffix, assign):
     with pytest.raises(RuntimeError, match=f"{key}: dtype torch.bfloat16 in the state dict"):
         model.load_state_dict(state, assign=assign)
     assert_same_tensors({key: model.state_dict()[key]}, {key: before[key]})
-
-
-@every_model
-@every_case
-def test_dequantize(name, format, tmp_path):
-    """`model.dequantize()` gives a plain model with the decoded weights, which saves and loads as any other."""
-    this = case(name, format)
-    packed = this.load()
-    expected = {path: dense_weights(module) for path, module in packed_modules(packed).items()}
-    model = packed.dequantize()
-    assert not packed_modules(model) and not hasattr(model, "hf_quantizer") and not model.is_quantized
-    assert not hasattr(model.config, "quantization_config")
-    assert model.num_parameters() == this.dense.num_parameters()
-    assert_same_shapes(model.state_dict(), this.dense.state_dict())
-    for path, weights in expected.items():
-        module = model.get_submodule(path)
-        assert type(module) is type(this.dense.get_submodule(path)) and not module.training
-        for key, weight in weights.items():
-            assert torch.equal(getattr(module, key), weight)
-    model.save_pretrained(tmp_path / "a")
-    assert "quantization_config" not in (tmp_path / "a" / "config.json").read_text()
-    reloaded, report = auto_class(name).from_pretrained(tmp_path / "a", output_loading_info=True)
-    assert not any(report.values()), report
-    assert torch.equal(outputs(reloaded), outputs(model))
-    assert_same_tensors(reloaded.state_dict(), model.state_dict())
-
-    plain = this.load(quantization_config=FP4Config(dequantize=True))
-    assert not packed_modules(plain) and not hasattr(plain, "hf_quantizer")
-    assert_same_tensors(plain.state_dict(), model.state_dict())
-    assert saved_bytes(plain, tmp_path / "b") == file_bytes(tmp_path / "a")
-
-
-def dense_weights(module) -> dict[str, torch.Tensor]:
-    if isinstance(module, FP4Experts):
-        return {name: module.dequantized(name) for name in ("gate_up_proj", "down_proj")}
-    return {"weight": module.weight}
-
-
-def assert_same_shapes(state: dict, other: dict):
-    assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in other.items()}
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_dequantize_to_another_dtype(name):
-    model = case(name).load().dequantize(torch.float32)
-    assert {module.weight.dtype for path, module in model.named_modules() if path.endswith("q_proj")} == {torch.float32}
-    expected = case(name).load(dtype=torch.float32).dequantize()
-    path = "model.layers.0.self_attn.o_proj.weight"
-    assert torch.equal(model.state_dict()[path], expected.state_dict()[path])
 
 
 def test_one_config_for_two_models(tmp_path):

@@ -16,8 +16,8 @@ from hf_mxfp4 import MXFP4, NVFP4, FP4Config, FP4Linear
 N, K = 48, 96
 every_format = pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-# Sums of K=96 products in another order: K/2 roundings at most, relative to the sum of magnitudes. float16 and bfloat16
-# results are rounded once more, and may be computed with products rounded to their own precision.
+# Sums of K=96 products in another order: K/2 roundings at most, relative to the sum of magnitudes. float16 and
+# bfloat16 results are rounded once more, and may be computed with products rounded to their own precision.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 

@@ -28,7 +28,7 @@ _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def tiny_config(name: str, **changes):
-    """Config of a tiny model: qwen3, llama (bias), qwen3_moe, mixtral, olmoe, deepseek_v3, gpt_oss, bert; qwen2_moe for its gate."""
+    """Config of a tiny model: qwen3, llama (bias), bert, one of `MIXTURES`, or qwen2_moe (a linear as gate)."""
     make = {
         "qwen3": lambda **kw: transformers.Qwen3Config(tie_word_embeddings=True, **kw),
         "llama": lambda **kw: transformers.LlamaConfig(attention_bias=True, mlp_bias=True, **kw),
@@ -150,3 +150,11 @@ def saved_bytes(model, folder) -> dict[str, bytes]:
     """Every file that `save_pretrained` writes."""
     model.save_pretrained(folder)
     return file_bytes(folder)
+
+
+def assert_same_tensors(state: dict, other: dict):
+    """The same keys, dtypes, shapes and bits."""
+    assert state.keys() == other.keys()
+    for key, value in state.items():
+        assert value.dtype == other[key].dtype and value.shape == other[key].shape, key
+        assert torch.equal(value.contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
