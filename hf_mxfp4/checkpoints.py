@@ -13,7 +13,6 @@ its tensor scale divides: `w = E2M1[code] * weight_scale / weight_global_scale`.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -184,16 +183,16 @@ def check_scales(name: str, fmt: BlockFormat, scale: torch.Tensor, global_scale:
     bad = int(((byte > fmt.top_byte) | (fmt.decode_scale(byte) == 0)).sum())
     if bad:
         raise ValueError(
-            f"{name}: {bad} block scales are zero, negative, NaN or out of {fmt.name}'s range; the file is damaged."
+            f"{name}: {bad} block scales are negative, NaN or out of {fmt.name}'s range; the file is damaged."
         )
     if global_scale is not None and not bool((torch.isfinite(global_scale) & (global_scale > 0)).all()):
         raise ValueError(f"{name}: the tensor scale is {global_scale.flatten().tolist()[:4]}, not a positive number.")
 
 
-def layer_leaf_pattern(leaf: str) -> str:
-    """Regex for a checkpoint key that ends in `.{leaf}.weight`, exactly, and is not one of an expert's.
+def key_pattern(path: str) -> str:
+    """Regex for a checkpoint key that ends in `path`, exactly, and is not one of an expert's.
 
-    Look-arounds only: transformers drops them when it reverses a renaming.
+    Look-arounds and escaped dots only: those transformers takes back when it reverses a renaming.
     """
     not_an_expert = "".join(rf"(?<!experts\.{digits}\.)" for digits in (r"\d", r"\d\d", r"\d\d\d"))
-    return rf"(?<![^.]){not_an_expert}{re.escape(leaf)}\.weight(?!\w)"
+    return rf"(?<![^.]){not_an_expert}" + path.replace(".", r"\.") + r"(?!\w)"

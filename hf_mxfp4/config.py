@@ -104,7 +104,8 @@ class FP4Config(QuantizationConfigMixin):
         self.search, self.global_scale, self.iterations = search, global_scale, iterations
         # Copies: nothing may change a config once it is checked. JSON keeps the order of pairs, not of keys.
         self.modules_to_not_convert = copy.deepcopy(modules_to_not_convert)
-        self.overrides = copy.deepcopy(dict(overrides) if isinstance(overrides, (list, tuple)) else overrides)
+        pairs = isinstance(overrides, (list, tuple)) and all(isinstance(p, (list, tuple)) for p in overrides)
+        self.overrides = copy.deepcopy(dict(overrides) if pairs else overrides)
         self.compute_dtype = _COMPUTE_DTYPES[compute_dtype] if compute_dtype in [*_COMPUTE_DTYPES] else compute_dtype
         self.layout, self.on_unsupported = layout, on_unsupported
         self.dequantize, self.backend = dequantize, backend
@@ -150,6 +151,7 @@ class FP4Config(QuantizationConfigMixin):
         """The config's recipe with an override's changes; what another format lacks falls to its default."""
         values = {key: getattr(self, key) for key in _OVERRIDE_KEYS} | override
         _check_choice("format", values["format"], FORMATS)
+        _check_choice("scale_rule", values["scale_rule"], SCALE_RULES)
         rule = SCALE_RULES.get(values["scale_rule"])
         if "scale_rule" not in override and values["format"] not in rule.formats:
             values["scale_rule"] = "soar"
@@ -229,6 +231,11 @@ class FP4Config(QuantizationConfigMixin):
         config = cls(**fields | kwargs)
         config.stored = stored
         return (config, unused) if return_unused_kwargs else config
+
+    @property
+    def module_options(self) -> dict[str, Any]:
+        """Keyword arguments of FP4Linear and FP4Experts that come from here."""
+        return {"compute_dtype": self.compute_dtype, "backend": self.backend}
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed beside a quantized checkpoint may change; the rest must agree (checked on load)."""

@@ -18,7 +18,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, layer_leaf_pattern
+from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, key_pattern
 from hf_mxfp4.config import FP4Config, Recipe
 from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.modules import FP4Experts, FP4Linear
@@ -68,7 +68,7 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     inside_experts: tuple[str, ...] = ()
     for name, module in model.named_modules():
         is_experts = looks_like_experts(name, module)
-        if not (isinstance(module, nn.Linear) or is_experts) or (inside_experts and name.startswith(inside_experts)):
+        if not (isinstance(module, nn.Linear) or is_experts) or name.startswith(inside_experts):
             continue
         names = {name, prefix + name, name.removeprefix(prefix)}  # as the base model and as a head's model have it
         override = config.override(*names)
@@ -79,14 +79,14 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
             reason = "left in full precision by the checkpoint"
         elif name in tied:
             reason = "tied to another weight"
-        elif override is None and not should_convert_module(name, default_skips):
-            reason = "output head"
         elif any(re.search(rf"(^|\.){re.escape(kept)}($|\.)", name) for kept in float32_modules):
             reason = "kept in float32 by the model"
-        elif override is None and name.rpartition(".")[2] in _ROUTER_NAMES:
-            reason = "router"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "torch reads its weight directly"
+        elif override is None and not should_convert_module(name, default_skips):
+            reason = "output head"
+        elif override is None and name.rpartition(".")[2] in _ROUTER_NAMES:
+            reason = "router"
         if reason is not None:
             plan.kept[name] = reason
             continue
@@ -94,11 +94,9 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
         problem = _problem(name, module, recipe, is_experts)
         if problem is not None:
             unsupported[name] = problem
-        elif is_experts:
-            plan.experts[name] = recipe
-            inside_experts = (*inside_experts, f"{name}.")
         else:
-            plan.linears[name] = recipe
+            (plan.experts if is_experts else plan.linears)[name] = recipe
+            inside_experts += (f"{name}.",) if is_experts else ()
     _settle_unsupported(config, plan, unsupported)
     plan.groups.update(_sibling_groups(model, plan))
     return plan
@@ -175,19 +173,11 @@ def replace_with_empty(model: nn.Module, plan: Plan, config: FP4Config) -> None:
             format=recipe.format,
             device="meta",
             dtype=linear.weight.dtype,
-            **_module_options(config),
+            **config.module_options,
         )
         _place(model, name, packed)
     for name, recipe in plan.experts.items():
-        _place(model, name, _empty_experts(model.get_submodule(name), recipe, config))
-
-
-def _module_options(config: FP4Config) -> dict:
-    return {"compute_dtype": config.compute_dtype, "backend": config.backend}
-
-
-def _empty_experts(experts: nn.Module, recipe: Recipe, config: FP4Config) -> FP4Experts:
-    return FP4Experts.from_experts(experts, recipe.format, **_module_options(config))
+        _place(model, name, FP4Experts.from_experts(model.get_submodule(name), recipe.format, **config.module_options))
 
 
 def _place(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -273,12 +263,14 @@ class QuantizeOnLoad(ConversionOps):
 
     def _pack_linear(self, model: nn.Module, name: str, weight: QuantizedTensor) -> None:
         linear = model.get_submodule(name)
-        options = _module_options(self.config)
+        options = self.config.module_options
         _place(model, name, FP4Linear.from_quantized(weight, linear.bias, dtype=linear.weight.dtype, **options))
 
     def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:
         dense, recipe = model.get_submodule(path), self.plan.experts[path]
-        experts = self.experts.setdefault(path, _empty_experts(dense, recipe, self.config))
+        experts = self.experts.setdefault(
+            path, FP4Experts.from_experts(dense, recipe.format, **self.config.module_options)
+        )
         if tensor.ndim != 3 or tensor.shape != getattr(dense, leaf).shape:
             raise ValueError(
                 f"{path}.{leaf}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(getattr(dense, leaf).shape)} "
@@ -357,11 +349,22 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
                 ours.append(_whole_names(converter, placed, f"{place}{target}_{suffix}", [FuseExperts()]))
         theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
     if layout == "own":
-        leaves = {name.rpartition(".")[2] for name in plan.linears}
-        ours += [WeightRenaming(layer_leaf_pattern(leaf), f"{leaf}.weight_packed") for leaf in sorted(leaves)]
-        projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
-        ours += [WeightRenaming(rf"(?<=\.)experts\.{p}(?!\w)", f"experts.{p}_packed") for p in sorted(projections)]
+        linears = _shortest_paths(model, plan.linears, plan.kept)
+        ours += [WeightRenaming(key_pattern(f"{path}.weight"), f"{path}.weight_packed") for path in linears]
+        for path in _shortest_paths(model, plan.experts, plan.kept):
+            projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
+            ours += [WeightRenaming(key_pattern(f"{path}.{p}"), f"{path}.{p}_packed") for p in sorted(projections)]
     return ours + theirs
+
+
+def _shortest_paths(model: PreTrainedModel, packed: Iterable[str], kept: Iterable[str]) -> list[str]:
+    """The last names of packed modules, or whole paths (less the base model's prefix) where a kept one ends alike."""
+    kept_leaves = {name.rpartition(".")[2] for name in kept}
+    paths = set()
+    for name in packed:
+        leaf = name.rpartition(".")[2]
+        paths.add(name.removeprefix(f"{model.base_model_prefix}.") if leaf in kept_leaves else leaf)
+    return sorted(paths)
 
 
 def _places(model: PreTrainedModel, plan: Plan, converter: WeightConverter) -> list[str]:

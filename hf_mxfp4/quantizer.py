@@ -80,8 +80,8 @@ class FP4HfQuantizer(HfQuantizer):
         has_experts = any(conversion.looks_like_experts(name, module) for name, module in model.named_modules())
         if config.layout == "portable" and has_experts:
             raise ValueError(
-                'layout="portable" cannot hold models with fused experts: transformers with compressed-tensors drops '
-                'the tensor scales of packed experts and cannot load others. Use layout="auto" or "own".'
+                'layout="portable" cannot hold fused experts: transformers with compressed-tensors drops the tensor '
+                'scales of packed ones and cannot load others beside packed linears. Use layout="auto" or "own".'
             )
         # A checkpoint of ours says which layout it is in; a new one is portable where every reader gets it right.
         if self.pre_quantized:

@@ -21,7 +21,7 @@ from hf_mxfp4.checkpoints import (
     check_scales,
     check_stored,
     compressed_tensors_config,
-    layer_leaf_pattern,
+    key_pattern,
     read_header,
 )
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4
@@ -326,8 +326,8 @@ def test_bad_tensor_scales(value):
         ("model.layers.0.mlp.experts.63.q_proj.weight", False),
         ("model.layers.0.mlp.experts.255.q_proj.weight", False),
         ("model.layers.0.mlp.shared_experts.q_proj.weight", True),
-        ("q_proj.weight", False),  # a leaf stands in a layer
+        ("q_proj.weight", True),
     ],
 )
-def test_layer_leaf_pattern(key, matches):
-    assert bool(re.search(layer_leaf_pattern("q_proj"), key)) == matches
+def test_key_pattern(key, matches):
+    assert bool(re.search(key_pattern("q_proj.weight"), key)) == matches

@@ -198,9 +198,10 @@ def test_attributes_of_the_original():
     """What model code, transformers and PEFT look for on an experts module."""
     for name in MIXTURES:
         experts, packed = pair(name, NVFP4)
-        flags = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
+        flags = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
         assert all(getattr(packed, flag) == getattr(experts, flag) for flag in flags)
         assert getattr(packed, "act_fn", None) is getattr(experts, "act_fn", None)
+        assert packed._is_expert_parallel == getattr(experts, "_is_expert_parallel", False)  # new in 5.18 or later
         assert packed.config is experts.config
         for setting in ("alpha", "limit", "hidden_dim", "intermediate_dim", "hidden_size", "intermediate_size"):
             assert getattr(packed, setting, None) == getattr(experts, setting, None)
@@ -263,9 +264,11 @@ def test_what_is_not_understood():
         ({"down_proj": (E, H, I)}, {}, "has parameters"),
         (parts, {"has_bias": True}, "has parameters"),
         ({"gate_up_proj": (2 * I, H), "down_proj": (H, I)}, {}, "not stacks of matrices"),
-        (parts, {"has_post_expert_norm": True}, "normalizes after each expert"),
     ):
         assert re.search(reason, FP4Experts.unsupported_reason(make_experts(changed, **flags)))
+    normalized = make_experts(parts)
+    normalized.has_post_expert_norm = True  # an argument of `use_experts_implementation` in later versions
+    assert "normalizes after each expert" in FP4Experts.unsupported_reason(normalized)
     bare = nn.Module()
     bare.gate_up_proj = nn.Parameter(torch.zeros(E, 2 * I, H))
     assert "does not say how its weights are laid out (no has_gate" in FP4Experts.unsupported_reason(bare)

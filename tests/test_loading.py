@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_models import (
     DENSE,
     MIXTURES,
+    assert_same_tensors,
     auto_class,
     case,
     file_bytes,

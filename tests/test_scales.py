@@ -200,9 +200,10 @@ def test_error_never_rises(fmt, options, weighted, make):
     assert torch.equal(last.scale.view(torch.uint8), rounds[-1][0].scale.view(torch.uint8))
     errors = [error for _, error in rounds]
     assert errors == sorted(errors, reverse=True)
-    if weighted:  # blocks without any weight count with weight 1
-        seen = weights.view(-1, fmt.block_size).sum(-1, keepdim=True) > 0
-        weights = torch.where(seen, weights.view(-1, fmt.block_size), 1.0).flatten()
+    if weighted:  # blocks with nothing on a channel that has a weight count with weight 1
+        weights = weights.view(-1, fmt.block_size).repeat(len(weight), 1)
+        seen = (weights * weight.float().view(-1, fmt.block_size)).abs().sum(-1, keepdim=True) > 0
+        weights = torch.where(seen, weights, 1.0).view(weight.shape)
     measured = [squared_error(weight, fmt, scales, weights) for scales, _ in rounds]
     # 1e-5: float32 sums over a block. 1e-12: the energy float32 cannot see in blocks far below the tensor scale.
     floor = 1e-12 * float(weight.double().square().sum())
