@@ -327,7 +327,7 @@ class UnfuseExperts(ConversionOps):
 
 
 def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layout: str) -> list:
-    """The model's own conversions with those for packed tensors put first.
+    """The model's own conversions and those for packed tensors: converters first, renamings of final names last.
 
     Experts that the model's mapping merges from one tensor per expert are stored one by one, with their scales;
     experts stored fused stay fused. In layout `own` codes are stored under the dense weight's name.
@@ -349,17 +349,17 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
                 ours.append(_whole_names(converter, placed, f"{place}{target}_{suffix}", [FuseExperts()]))
         theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
     if layout == "own":
-        linears = _shortest_paths(model, plan.linears, plan.kept)
-        ours += [WeightRenaming(key_pattern(f"{path}.weight"), f"{path}.weight_packed") for path in linears]
-        for path in _shortest_paths(model, plan.experts, plan.kept):
-            projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
-            ours += [WeightRenaming(key_pattern(f"{path}.{p}"), f"{path}.{p}_packed") for p in sorted(projections)]
+        stored = [f"{path}.weight" for path in _shortest_paths(model, plan, plan.linears)]
+        projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
+        stored += [f"{path}.{p}" for path in _shortest_paths(model, plan, plan.experts) for p in sorted(projections)]
+        theirs += [WeightRenaming(key_pattern(name), f"{name}_packed") for name in stored]
     return ours + theirs
 
 
-def _shortest_paths(model: PreTrainedModel, packed: Iterable[str], kept: Iterable[str]) -> list[str]:
-    """The last names of packed modules, or whole paths (less the base model's prefix) where a kept one ends alike."""
-    kept_leaves = {name.rpartition(".")[2] for name in kept}
+def _shortest_paths(model: PreTrainedModel, plan: Plan, packed: Iterable[str]) -> list[str]:
+    """Last names of packed modules, or paths (less the base model's prefix) where another module ends alike."""
+    others = {name for name, _ in model.named_modules()} - set(plan.linears) - set(plan.experts)
+    kept_leaves = {name.rpartition(".")[2] for name in others}
     paths = set()
     for name in packed:
         leaf = name.rpartition(".")[2]

@@ -34,7 +34,7 @@ def decode_e4m3(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BlockFormat:
     """One E2M1-based block format. What depends on a format stands in its row, not in branches on its name.
 
@@ -75,6 +75,9 @@ class BlockFormat:
                 f'{self.block_size}; add it to modules_to_not_convert, or set on_unsupported="keep" to leave such '
                 "modules in full precision."
             )
+
+    def __repr__(self) -> str:
+        return self.name.upper()
 
     def __reduce__(self):  # rows are singletons: pickle and deepcopy by name
         return _format_by_name, (self.name,)
