@@ -57,7 +57,6 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     Raises:
         ValueError: for modules that cannot be packed, unless `on_unsupported="keep"`; if nothing is left to pack.
     """
-    float32_modules = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
     default_skips = HfQuantizer.get_modules_to_not_convert(model)
     default_skips.append(list(model.named_parameters())[-1][0].rpartition(".")[0])  # the last module, with bias or not
     user_skips = list(config.modules_to_not_convert or ())
@@ -79,7 +78,7 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
             reason = "left in full precision by the checkpoint"
         elif name in tied:
             reason = "tied to another weight"
-        elif any(re.search(rf"(^|\.){re.escape(kept)}($|\.)", name) for kept in float32_modules):
+        elif keeps_float32(model, name):
             reason = "kept in float32 by the model"
         elif type(module) is nn.modules.linear.NonDynamicallyQuantizableLinear:
             reason = "torch reads its weight directly"
@@ -100,6 +99,12 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     _settle_unsupported(config, plan, unsupported)
     plan.groups.update(_sibling_groups(model, plan))
     return plan
+
+
+def keeps_float32(model: PreTrainedModel, name: str) -> bool:
+    """Whether a module or parameter lies in a part of the model that the model keeps in float32."""
+    parts = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def looks_like_experts(name: str, module: nn.Module) -> bool:

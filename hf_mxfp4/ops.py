@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -96,7 +96,9 @@ def operands(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
     Bytes, since `torch.library.opcheck` compares inputs before and after, which torch cannot do for float8.
     """
-    _check_dtype(f"scale of {weight.format.name}", weight.scale.dtype, weight.format.scale_dtype)
+    found, fmt = weight.scale.dtype, weight.format
+    if found != fmt.scale_dtype:  # no torch._check_type: torch.compile of 2.11 cannot trace it
+        raise TypeError(f"scale: dtype {found}, expected {fmt.scale_dtype} for {fmt.name}.")
     return weight.packed, weight.scale.view(torch.uint8), weight.global_scale
 
 
@@ -227,20 +229,22 @@ def _decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool) -> torch
     return dequantize(weight, dtype)
 
 
-def _chunks(length: int, other: int, step: int, device: torch.device) -> Iterator[slice]:
+def _chunks(length: int, other: int, step: int, device: torch.device) -> list[slice]:
     """Slices of a dimension of a matrix, in multiples of `step`, of `CHUNK_WEIGHTS` weights or a little less."""
     most = CHUNK_WEIGHTS.get(device.type, CHUNK_WEIGHTS_ELSEWHERE) // max(1, other)
     size = max(step, most // step * step)
-    for start in range(0, length, size):
-        yield slice(start, start + size)
+    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool) -> torch.Tensor:
     """`x [T, K] @ W.T + bias` by chunks of W's rows."""
     (n, k), fmt = weight.shape, weight.format
     bias = None if bias is None else bias.to(x.dtype)
+    chunks = _chunks(n, k, 1, x.device) if x.shape[0] else []
+    if len(chunks) == 1:
+        return F.linear(x, _decode(weight, x.dtype, kernels), bias)
     out = x.new_empty(x.shape[0], n)
-    for rows in _chunks(n, k, 1, x.device) if out.numel() else ():
+    for rows in chunks:
         part = QuantizedTensor(weight.packed[rows], weight.scale[rows], weight.global_scale, fmt)
         out[:, rows] = F.linear(x, _decode(part, x.dtype, kernels), None if bias is None else bias[rows])
     return out
@@ -249,8 +253,11 @@ def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool) -> t
 def _product_grad(grad: torch.Tensor, weight: QuantizedTensor, kernels: bool) -> torch.Tensor:
     """`grad [T, N] @ W` by chunks of W's columns: each sum over N is one product, never added up in low precision."""
     (n, k), fmt = weight.shape, weight.format
+    chunks = _chunks(k, n, fmt.block_size, grad.device) if grad.shape[0] else []
+    if len(chunks) == 1:
+        return grad @ _decode(weight, grad.dtype, kernels)
     out = grad.new_empty(grad.shape[0], k)
-    for columns in _chunks(k, n, fmt.block_size, grad.device) if out.numel() else ():
+    for columns in chunks:
         byte, block = (slice(columns.start // d, columns.stop // d) for d in (2, fmt.block_size))
         part = QuantizedTensor(weight.packed[:, byte], weight.scale[:, block], weight.global_scale, fmt)
         out[:, columns] = grad @ _decode(part, grad.dtype, kernels)
@@ -290,12 +297,6 @@ def _run(x, offsets, weight: QuantizedTensor, bias, backend: str, grad: bool) ->
     return out.view(*x.shape[:-1], features)
 
 
-def _no_autocast(device: str):
-    """The caller chose the dtypes; below the operator autocast would only change them again."""
-    enabled = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if enabled else contextlib.nullcontext()
-
-
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +323,9 @@ def _check_linear(x, offsets, packed, scale, global_scale, bias, format, backend
 
 def _linear(x, offsets, packed, scale, global_scale, bias, format, backend, grad=False):
     weight = _check_linear(x, offsets, packed, scale, global_scale, bias, format, backend, grad)
-    with _no_autocast(x.device.type):
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device)  # whose casts would only undo the caller's choice of dtypes
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         return _run(x, offsets, weight, bias, backend, grad)
 
 

@@ -49,6 +49,7 @@ class FP4HfQuantizer(HfQuantizer):
         self.loader: conversion.QuantizeOnLoad | None = None
         self.weight_names: set[str] = set()
         self.headers: dict[str, StoredTensor] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
 
     # --- before loading ----------------------------------------------------------------------------------------------
 
@@ -203,9 +204,14 @@ class FP4HfQuantizer(HfQuantizer):
 
     # --- after loading -----------------------------------------------------------------------------------------------
 
-    def preprocess_model(self, model, **kwargs):
+    def preprocess_model(self, model, dtype=None, **kwargs):
         self._model = model  # 5.17 does not pass the model to update_weight_conversions
-        return super().preprocess_model(model, **kwargs)
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+        float32 = model._get_dtype_plan(dtype)
+        self.dtypes = {
+            name: next((float32[part] for part in float32 if part in name), parameter.dtype)
+            for name, parameter in model.named_parameters()
+        }
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -217,6 +223,7 @@ class FP4HfQuantizer(HfQuantizer):
             own = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
             model._weight_conversions = self.update_weight_conversions(own + used, model)
         self._check_packed(model)
+        self._cast_renamed(model)
         del self._model
         config = self.quantization_config
         config.stored = self._stored_config(model)
@@ -226,6 +233,13 @@ class FP4HfQuantizer(HfQuantizer):
             self._dequantize(model, model.dtype)
             self.remove_quantization_config(model)
         return model
+
+    def _cast_renamed(self, model) -> None:
+        """transformers 5.17 leaves parameters that it renames in the checkpoint's dtype. Delete with 5.17."""
+        for name, parameter in model.named_parameters():
+            dtype = self.dtypes.get(name, parameter.dtype)
+            if parameter.dtype != dtype and not parameter.is_meta:
+                parameter.data = parameter.data.to(dtype)
 
     def _stored_config(self, model) -> dict:
         """What stands in config.json beside our own fields."""

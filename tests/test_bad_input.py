@@ -261,7 +261,7 @@ def test_unknown_experts(flags, reason, monkeypatch, caplog):
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.3", "5.24.0", "6.0.0"])
 def test_transformers_out_of_range(version, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("hf_mxfp4.quantizer.transformers.__version__", version)
     expected = rf'transformers {re.escape(version)} is not supported: .*5.17 .*5.24.*pip install "transformers>='
     with pytest.raises(ImportError, match=expected):
         case("qwen3").quantize()

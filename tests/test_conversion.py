@@ -159,6 +159,11 @@ def test_mixed_experts(name, first, tmp_path):
     reloaded, report = auto_class(name).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(report.values()), report
     assert torch.equal(outputs(reloaded), outputs(model)) and saved_bytes(reloaded, tmp_path / "again") == files
+    base = transformers.AutoModel.from_pretrained(tmp_path / "saved")
+    assert torch.equal(outputs(base), hidden(model))
+    base.save_pretrained(tmp_path / "base")
+    whole, report = auto_class(name).from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert set(report["missing_keys"]) == {"lm_head.weight"} and torch.equal(hidden(whole), hidden(model))
 
 
 def test_a_tied_head_is_never_packed():

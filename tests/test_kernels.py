@@ -5,9 +5,12 @@ The interpreter gets bfloat16 arithmetic wrong, so there the kernels compute in 
 result is to bfloat16 (kernels/decode.py); what the GPU does instead is checked by scripts/gpu_check.py.
 """
 
+import json
+
 import pytest
 import torch
 
+import gpu_check
 from gpu_check import differing, error_ratio, every_code_and_scale, random_weight
 from hf_mxfp4 import ops, reference
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4, QuantizedTensor
@@ -22,8 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 both_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-# Scale bytes 253 and 254 of E8M0 take the largest codes past float32, as they should.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+# The interpreter's numpy warns of what should happen: E8M0's bytes 253 and 254 take the largest codes past float32.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 
 
 def weight_of(*shape, fmt) -> QuantizedTensor:
@@ -130,6 +136,24 @@ def test_linear_strides(fmt):
 
 
 @both_formats
+def test_weight_strides(fmt):
+    """Every other expert of a stack, tensors that are not dense along K, offsets and scales out of a larger tensor."""
+    stack = weight_of(6, 20, 128, fmt=fmt)
+    global_scale = torch.rand(6, 3, device=DEVICE)[::2, 1]
+    apart = [t[::2].view(torch.uint8) for t in stack[:2]]
+    turned = [t.mT.contiguous().mT for t in apart]
+    offsets = torch.tensor([[0, 0], [3, 0], [3, 0], [8, 0]], dtype=torch.int32, device=DEVICE)[:, 0]
+    x = torch.randn(9, 128, device=DEVICE)
+    for packed, scale in (apart, turned):
+        weight = QuantizedTensor(packed, fmt.scale_from_bytes(scale), global_scale, fmt)
+        dense = reference.dequantize(weight, torch.float32)
+        assert differing(dequantize(weight, torch.float32), dense) == 0
+        y = gemm.linear(x, weight, None, offsets)
+        assert error_ratio(y[3:8], x[3:8], dense[2].T) <= 1
+        assert error_ratio(gemm.linear(x, expert(weight, 1)), x, dense[1].T) <= 1
+
+
+@both_formats
 def test_float16_within_range(fmt):
     """Products of weights beyond float16 with tiny activations are right where the result fits."""
     weight = weight_of(16, 64, fmt=fmt)
@@ -218,3 +242,31 @@ def test_operators_reach_the_kernels():
         ops.linear(x, weight, bias, backend="triton"), gemm.linear(x.view(6, 96), weight, bias).view(2, 3, 33)
     )
     assert torch.equal(ops.dequantize(weight, backend="triton"), reference.dequantize(weight))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tries the script without a GPU")
+def test_gpu_check(monkeypatch, tmp_path, capsys):
+    """scripts/gpu_check.py on tiny sizes; among its checks, `opcheck` of the operators with kernels inside."""
+    monkeypatch.setattr("sys.argv", ["gpu_check.py"])
+    assert gpu_check.main() == 2
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--interpret", "--json", str(tmp_path / "result.json")])
+    assert gpu_check.main() == 0
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["triton"] and len(report["checks"]) > 100 and all(check["passed"] for check in report["checks"])
+    assert "0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tries the script without a GPU")
+@pytest.mark.parametrize("error", [float("nan"), float("inf"), 1.01, None])
+def test_gpu_check_fails(monkeypatch, capsys, error):
+    """A wrong result, NaN or an exception gives exit status 1."""
+
+    def broken(fmt, device, big):
+        if error is None:
+            raise ZeroDivisionError
+        yield gpu_check.Check("broken", error)
+
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--interpret"])
+    monkeypatch.setattr(gpu_check, "CHECKS", (broken,))
+    assert gpu_check.main() == 1
+    assert capsys.readouterr().out.count("FAIL") == len(FORMATS)

@@ -224,6 +224,20 @@ def test_dtype_argument_while_loading(name, dtype):
     assert outputs(model).dtype == wanted
 
 
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "fields", [{}, {"overrides": {r"layers\.0\.mlp\.(experts|down)": "skip"}}], ids=["all", "some"]
+)
+def test_dtype_argument_under_another_head(name, fields, tmp_path):
+    """Names that change on the way, and dense experts that are merged, are cast like all others."""
+    case(name).quantize(**fields).save_pretrained(tmp_path)
+    base = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert {parameter.dtype for parameter in base.parameters()} == {torch.float32}
+    assert outputs(base).dtype == torch.float32
+    model = auto_class(name).from_pretrained(tmp_path, dtype=torch.float32)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def is_packed_name(key: str) -> bool:
     return key.endswith(("_packed", "_scale"))
 

@@ -5,8 +5,11 @@ Everything is built from bits in float32, so it is exact and the same on every t
 and `exp2` flushes 2^-127 to zero.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from hf_mxfp4.formats import QuantizedTensor
 
 # Read here because it also decides, now, whether the `triton.jit` below makes interpreted functions. The interpreter
 # (3.6 to 3.9) gets bfloat16 wrong without a word: sums and products of raw bits, truncating conversion, subnormals
@@ -74,3 +77,13 @@ def load_weights(
     else:
         values = values * decode_e4m3(scales)[:, :, None]
     return values.reshape(rows.shape[0], TILE_K)
+
+
+def dense_rows(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`packed` and `scale` bytes as matrices (rows of a stack one below the other) and a flat `global_scale`.
+
+    Views as long as rows are dense; kernels take the distance between rows as an argument.
+    """
+    matrices = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (weight.packed, weight.scale.view(torch.uint8)))
+    packed, scale = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in matrices)
+    return packed, scale, None if weight.global_scale is None else weight.global_scale.reshape(-1).contiguous()

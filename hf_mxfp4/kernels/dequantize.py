@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from hf_mxfp4.formats import QuantizedTensor
-from hf_mxfp4.kernels.decode import INTERPRET, load_weights
+from hf_mxfp4.kernels.decode import INTERPRET, dense_rows, load_weights
 
 TILE = {"TILE_R": 16, "TILE_K": 256, "num_warps": 4}
 
@@ -43,9 +43,8 @@ def dequantize_kernel(
 
 
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode `weight` `[..., N, K]` (dense along K) to `dtype`: float32, bfloat16 or float16."""
-    packed = weight.packed.reshape(-1, weight.packed.shape[-1])
-    scale = weight.scale.view(torch.uint8).reshape(-1, weight.scale.shape[-1])
+    """Decode `weight` `[..., N, K]` to `dtype`: float32, bfloat16 or float16."""
+    packed, scale, global_scale = dense_rows(weight)
     out = torch.empty(weight.shape, dtype=torch.float32 if INTERPRET else dtype, device=packed.device)
     rows, k = packed.shape[0], weight.shape[-1]
     if rows:
@@ -53,7 +52,7 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
             dequantize_kernel[triton.cdiv(rows, TILE["TILE_R"]), triton.cdiv(k, TILE["TILE_K"])](
                 packed,
                 scale,
-                None if weight.global_scale is None else weight.global_scale.reshape(-1),
+                global_scale,
                 out,
                 rows,
                 k,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from hf_mxfp4.formats import QuantizedTensor
-from hf_mxfp4.kernels.decode import INTERPRET, load_weights
+from hf_mxfp4.kernels.decode import INTERPRET, dense_rows, load_weights
 
 
 @triton.jit
@@ -161,9 +161,9 @@ def linear_grad_kernel(
 
 
 # Rows of x in a tile: outputs in a tile, length of a step along the sum, warps, stages. The first row with enough room
-# is taken. Chosen for registers (no spills on any target, tests/test_kernel_compile.py) and programs in flight; a small
-# tile of outputs gives one token's product more programs than an H200 has multiprocessors. float32 has no tensor
-# cores: there the accumulator and both operands live in registers.
+# is taken. Chosen without a GPU, by registers and shared memory on all targets (tests/test_kernel_compile.py); few
+# outputs in the smallest tile leave more programs for a single token. float32 has no tensor cores: there the
+# accumulator and both operands live in registers.
 TILES = {16: (32, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}
 TILES_FLOAT32 = {16: (64, 32, 4, 1), 64: (64, 32, 4, 1)}
 
@@ -195,8 +195,7 @@ def constants(x_dtype: torch.dtype, weight: QuantizedTensor, tile_k: int, expert
 def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
     """Run a kernel over x `[tokens, K or N]`; `extra` are its arguments between `global_scale` and `offsets`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    packed = weight.packed.reshape(-1, weight.packed.shape[-1])
-    scale = weight.scale.view(torch.uint8).reshape(-1, weight.scale.shape[-1])
+    packed, scale, global_scale = dense_rows(weight)
     tokens, (n, k) = x.shape[0], weight.shape[-2:]
     experts = weight.shape[0] if offsets is not None else 1
     # Rows of no expert are not visited.
@@ -210,9 +209,9 @@ def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
                 x,
                 packed,
                 scale,
-                None if weight.global_scale is None else weight.global_scale.reshape(-1),
+                global_scale,
                 *extra,
-                offsets,
+                None if offsets is None else offsets.contiguous(),
                 out,
                 tokens,
                 n,
