@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -64,15 +65,23 @@ def analyze(
     console.print(f"wrote {output / 'analysis.json'} and {output / 'analysis.png'}")
 
 
+COLUMNS = {"total": "total", "scale": "scale", "dead": "dead", "grid": "grid"} | {
+    "cos_scale_grid": "cos s,g",
+    "overshoot": "s/s*-1",
+    "zeroed": "zeroed",
+}
+
+
 def _table(report: analysis.Report) -> Table:
-    """The ten tensors with the largest error, and all together."""
-    table = Table(title=f"{report.format} {report.rule}: error by origin (energies relative to the weight's)")
+    """The ten tensors with the largest error, and all together, in 80 columns."""
+    title = f"{report.format} {report.rule}: energies relative to the weight's, the ten worst of {len(report.tensors)}"
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
     table.add_column("tensor", overflow="fold")
-    columns = ("total", *analysis.PARTS, "cos_scale_grid", "overshoot", "zeroed")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right")
+    for head in COLUMNS.values():
+        table.add_column(head, justify="right", no_wrap=True)
     rows = {name: part.summary() for name, part in report.tensors.items()}
-    worst = sorted(rows, key=lambda name: -rows[name]["total"])[:10]
-    for name, row in [*((name, rows[name]) for name in worst), (f"all {len(rows)}", report.overall.summary())]:
-        table.add_row(name, *(f"{row[column]:.4f}" for column in columns))
+    worst = {name: rows[name] for name in sorted(rows, key=lambda name: -rows[name]["total"])[:10]}
+    for name, row in (worst | {"all": report.overall.summary()}).items():
+        short = name.removeprefix("model.").removesuffix(".weight")
+        table.add_row(short, *(f"{row[column]:.4f}" for column in COLUMNS))
     return table

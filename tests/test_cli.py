@@ -15,7 +15,7 @@ run = CliRunner().invoke
 
 def test_analyze(tmp_path):
     result = run(app, ["analyze", str(DEMO), "--output", str(tmp_path)])
-    assert result.exit_code == 0 and "all 28" in result.output
+    assert result.exit_code == 0 and "worst of 28" in result.output
     saved = json.loads((tmp_path / "analysis.json").read_text())
     assert len(saved["tensors"]) == 28 and 0.38 < saved["overall"]["overshoot"] < 0.5
     assert (tmp_path / "analysis.png").stat().st_size > 20_000
