@@ -75,7 +75,7 @@ COLUMNS = {"total": "total", "scale": "scale", "dead": "dead", "grid": "grid"} |
 def _table(report: analysis.Report) -> Table:
     """The ten tensors with the largest error, and all together, in 80 columns."""
     title = f"{report.format} {report.rule}: energies relative to the weight's, the ten worst of {len(report.tensors)}"
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("tensor", overflow="fold")
     for head in COLUMNS.values():
         table.add_column(head, justify="right", no_wrap=True)
