@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from bits import same_bits
 from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
@@ -16,17 +17,6 @@ from hf_mxfp4.scales import SCALE_RULES, Scales
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 float_dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=["bf16", "f16", "f32"])
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between two E2M1 values
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bits, all NaNs alike; -0 is not 0."""
-    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    nan = one.isnan()
-    return (
-        one.dtype == other.dtype
-        and torch.equal(nan, other.isnan())
-        and torch.equal(one.view(as_int)[~nan], other.view(as_int)[~nan])
-    )
 
 
 # --- decoding, against the libraries that will read our checkpoints --------------------------------------------------

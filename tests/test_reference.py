@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from bits import same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,17 +32,6 @@ def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
         and torch.equal(one.scale.view(torch.uint8), other.scale.view(torch.uint8))
         and (one.global_scale is None or torch.equal(one.global_scale, other.global_scale))
         and one.format is other.format
-    )
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bits, all NaNs alike; -0 is not 0."""
-    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    nan = one.isnan()
-    return (
-        one.dtype == other.dtype
-        and torch.equal(nan, other.isnan())
-        and torch.equal(one.view(as_int)[~nan], other.view(as_int)[~nan])
     )
 
 
