@@ -61,7 +61,6 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     default_skips.append(list(model.named_parameters())[-1][0].rpartition(".")[0])  # the last module, with bias or not
     user_skips = list(config.modules_to_not_convert or ())
     ignored = set((config.stored or {}).get("ignore", ()))
-    prefix = f"{model.base_model_prefix}."
     tied = {name.removesuffix(".weight") for pair in model.all_tied_weights_keys.items() for name in pair}
     plan, unsupported = Plan({}, {}, {}, {}), {}
     inside_experts: tuple[str, ...] = ()
@@ -69,7 +68,7 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
         is_experts = looks_like_experts(name, module)
         if not (isinstance(module, nn.Linear) or is_experts) or name.startswith(inside_experts):
             continue
-        names = {name, prefix + name, name.removeprefix(prefix)}  # as the base model and as a head's model have it
+        names = aliases(model, name)
         override = config.override(*names)
         reason = None
         if override == "skip" or not all(should_convert_module(alias, user_skips) for alias in names):
@@ -99,6 +98,12 @@ def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
     _settle_unsupported(config, plan, unsupported)
     plan.groups.update(_sibling_groups(model, plan))
     return plan
+
+
+def aliases(model: PreTrainedModel, name: str) -> set[str]:
+    """A module's names: as this model has it, as the base model has it, and as a model with a head does."""
+    prefix = f"{model.base_model_prefix}."
+    return {name, prefix + name, name.removeprefix(prefix)}
 
 
 def keeps_float32(model: PreTrainedModel, name: str) -> bool:
@@ -226,8 +231,7 @@ class QuantizeOnLoad(ConversionOps):
         if self.errors:
             raise self.errors[0]
         for name in [name for name in self.plan.linears if not is_packed(model.get_submodule(name))]:
-            if is_head(model, name):
-                keep_new_head(self.plan, name)
+            keep_new_head(model, self.plan, name)
         planned = [*self.plan.linears, *self.plan.experts]
         missing = [name for name in planned if not is_packed(model.get_submodule(name))]
         for name in planned:
@@ -273,9 +277,9 @@ class QuantizeOnLoad(ConversionOps):
 
     def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:
         dense, recipe = model.get_submodule(path), self.plan.experts[path]
-        experts = self.experts.setdefault(
-            path, FP4Experts.from_experts(dense, recipe.format, **self.config.module_options)
-        )
+        if path not in self.experts:
+            self.experts[path] = FP4Experts.from_experts(dense, recipe.format, **self.config.module_options)
+        experts = self.experts[path]
         if tensor.ndim != 3 or tensor.shape != getattr(dense, leaf).shape:
             raise ValueError(
                 f"{path}.{leaf}: shape {tuple(tensor.shape)} in the checkpoint, {tuple(getattr(dense, leaf).shape)} "
@@ -294,15 +298,12 @@ def is_packed(module: nn.Module) -> bool:
     return isinstance(module, (FP4Linear, FP4Experts)) and all(b.device.type != "meta" for b in module.buffers())
 
 
-def is_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a module lies outside the base model: a head, which a checkpoint may lack."""
-    return model.base_model is not model and not name.startswith(f"{model.base_model_prefix}.")
-
-
-def keep_new_head(plan: Plan, name: str) -> None:
-    """Take a head that the checkpoint lacks out of the plan: it starts as a new layer, in full precision."""
-    del plan.linears[name]
-    plan.kept[name] = "new, not in the checkpoint"
+def keep_new_head(model: PreTrainedModel, plan: Plan, name: str) -> None:
+    """Take a linear that the checkpoint lacks out of the plan if it is a head (lies outside the base model): it starts
+    as a new layer, in full precision."""
+    if model.base_model is not model and not name.startswith(f"{model.base_model_prefix}."):
+        del plan.linears[name]
+        plan.kept[name] = "new, not in the checkpoint"
 
 
 class FuseExperts(ConversionOps):

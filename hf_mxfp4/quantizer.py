@@ -139,14 +139,13 @@ class FP4HfQuantizer(HfQuantizer):
         is kept here by default, and leave new heads, of which nothing is stored, in full precision."""
         stored = {name for name, _ in self._names_in_model(model, None).values()}
         for name in [name for name in self.plan.kept if f"{name}.weight_scale" in stored]:
-            recipe = self.quantization_config.recipe(name)
+            recipe = self.quantization_config.recipe(*conversion.aliases(model, name))
             if recipe is not None and type(model.get_submodule(name)) is nn.Linear:
                 self.plan.linears[name] = recipe
                 del self.plan.kept[name]
         modules = {name.rpartition(".")[0] for name in stored}
         for name in [name for name in self.plan.linears if self.headers and name not in modules]:
-            if conversion.is_head(model, name):
-                conversion.keep_new_head(self.plan, name)
+            conversion.keep_new_head(model, self.plan, name)
 
     def _check_headers(self, model) -> None:
         """Every tensor of a packed module must be in the checkpoint with its exact dtype and shape, and nothing
@@ -225,6 +224,7 @@ class FP4HfQuantizer(HfQuantizer):
         self._check_packed(model)
         self._cast_renamed(model)
         del self._model
+        self.headers, self.dtypes = {}, {}  # the model keeps its quantizer, and is copied and pickled with it
         config = self.quantization_config
         config.stored = self._stored_config(model)
         model.num_parameters = ParameterCounter(model)
@@ -252,10 +252,11 @@ class FP4HfQuantizer(HfQuantizer):
     def _check_packed(self, model) -> None:
         for path in (*self.plan.linears, *self.plan.experts):
             module = model.get_submodule(path)
-            tensors = dict(module.named_buffers(recurse=False)) | dict(module.named_parameters(recurse=False))
-            absent = [name for name, tensor in tensors.items() if not hasattr(tensor, "_is_hf_initialized")]
-            if self.pre_quantized and not self.headers and absent:  # a state dict: there was no header to check
-                raise ValueError(f"the state dict holds no {path}.{absent[0]}, which a packed module needs.")
+            if self.pre_quantized and not self.headers:  # a state dict: there was no header to check
+                tensors = dict(module.named_buffers(recurse=False)) | dict(module.named_parameters(recurse=False))
+                absent = [name for name, tensor in tensors.items() if not hasattr(tensor, "_is_hf_initialized")]
+                if absent:
+                    raise ValueError(f"the state dict holds no {path}.{absent[0]}, which a packed module needs.")
             prefixes = ["weight"] if isinstance(module, FP4Linear) else list(module.shapes)
             for prefix in prefixes:
                 scale, divisor = getattr(module, f"{prefix}_scale"), getattr(module, f"{prefix}_global_scale", None)

@@ -313,13 +313,13 @@ def soar_rounds(
     local = options.search != "full"
     free = fmt.has_global_scale and options.global_scale == "free"
     start = amax_rule(weight, fmt) if local or free else None
+    amax = block_amax(weight, fmt.block_size)
     if not fmt.has_global_scale:
         global_scale = None
     elif free:
         global_scale = start.global_scale
     else:
-        global_scale = _power_of_two_global_scale(block_amax(weight, fmt.block_size))
-    amax = block_amax(weight, fmt.block_size)
+        global_scale = _power_of_two_global_scale(amax)
     byte = torch.empty_like(amax, dtype=torch.int32)
     if local:
         byte = start.scale.view(torch.uint8).to(torch.int32)
