@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from hf_mxfp4.blocks import block_amax, round_magnitude, row_chunks
 from hf_mxfp4.checkpoints import read_header
 from hf_mxfp4.formats import MXFP4, BlockFormat
-from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, block_amax, round_magnitude, row_chunks
+from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 PARTS = ("scale", "dead", "grid")
 BINS, LOWEST, HIGHEST = 80, -0.6, 1.4  # of the histogram of s/s* - 1, in steps of 1/40

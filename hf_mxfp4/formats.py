@@ -20,6 +20,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+MACRO_BLOCK = 128  # weights under one macro factor, along K
 
 
 def decode_e8m0(scale: torch.Tensor) -> torch.Tensor:
@@ -110,20 +111,39 @@ def _format_by_name(name: str) -> BlockFormat:
     return FORMATS[name]
 
 
+class Outliers(NamedTuple):
+    """Entries of a matrix kept in full precision, as compressed sparse rows (CSR); the codes hold 0 in their places.
+
+    Attributes:
+        values: `[nnz]` in the weight's dtype (bfloat16, float16 or float32).
+        columns: uint16 `[nnz]`, or int32 where K > 65536; rising within a row.
+        offsets: int32 `[R + 1]`; row r has entries `offsets[r] .. offsets[r + 1]`. R counts the rows of a stack of
+            matrices one below the other. A part of the rows is a part of `offsets` (plus one) over the same entries.
+    """
+
+    values: torch.Tensor
+    columns: torch.Tensor
+    offsets: torch.Tensor
+
+
 class QuantizedTensor(NamedTuple):
-    """A weight in a block format. Every scale multiplies: `value = E2M1[code] * scale * global_scale`.
+    """A weight in a block format. Every scale multiplies: `value = E2M1[code] * scale * macro * global_scale`.
 
     Attributes:
         packed: uint8 `[..., N, K/2]`; two codes a byte, even k in the low nibble.
         scale: `[..., N, K/B]` in the format's `scale_dtype`.
         global_scale: float32 `[...]` (one per matrix), or `None` where the format has none.
         format: the `BlockFormat` row.
+        macro: uint8 `[..., N, ceil(K/128)]`, a further factor `1 + m/256` for 128 weights, or `None`.
+        outliers: `Outliers` that replace the decoded values in their places, or `None`.
     """
 
     packed: torch.Tensor
     scale: torch.Tensor
     global_scale: torch.Tensor | None
     format: BlockFormat
+    macro: torch.Tensor | None = None
+    outliers: Outliers | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -132,5 +152,23 @@ class QuantizedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything stored: codes, block scales, tensor scales."""
-        return sum(t.nbytes for t in (self.packed, self.scale, self.global_scale) if t is not None)
+        """Bytes of everything stored: codes, block scales, tensor scales, macro factors, outliers."""
+        stored = (self.packed, self.scale, self.global_scale, self.macro, *(self.outliers or ()))
+        return sum(t.nbytes for t in stored if t is not None)
+
+    def rows(self, rows: slice) -> QuantizedTensor:
+        """Rows of a matrix `[N, K]`, as views; `outliers` keeps all entries and the offsets of these rows."""
+        start, stop, _ = rows.indices(self.packed.shape[0])
+        macro = None if self.macro is None else self.macro[rows]
+        outliers = self.outliers and self.outliers._replace(offsets=self.outliers.offsets[start : stop + 1])
+        return self._replace(packed=self.packed[rows], scale=self.scale[rows], macro=macro, outliers=outliers)
+
+    def matrix(self, index: int) -> QuantizedTensor:
+        """One matrix `[N, K]` of a stack `[E, N, K]`, as views."""
+        n = self.packed.shape[-2]
+        parts = {name: getattr(self, name) for name in ("packed", "scale", "global_scale", "macro")}
+        parts = {name: None if part is None else part[index] for name, part in parts.items()}
+        outliers = self.outliers
+        if outliers is not None:
+            outliers = outliers._replace(offsets=outliers.offsets[index * n : (index + 1) * n + 1])
+        return self._replace(**parts, outliers=outliers)

@@ -10,8 +10,10 @@ import math
 
 import torch
 
-from hf_mxfp4.formats import E2M1_VALUES, FORMATS, BlockFormat, QuantizedTensor
-from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, Scales, blocked_magnitudes, round_magnitude, row_chunks
+from hf_mxfp4.blocks import blocked_magnitudes, round_magnitude, row_chunks
+from hf_mxfp4.formats import E2M1_VALUES, FORMATS, BlockFormat, Outliers, QuantizedTensor
+from hf_mxfp4.macro_block import block_factors
+from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, Scales
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -52,8 +54,10 @@ def check_weight(weight: torch.Tensor, fmt: BlockFormat, name: str = "weight") -
         )
 
 
-def encode(weight: torch.Tensor, scales: Scales, fmt: BlockFormat) -> torch.Tensor:
-    """Round a matrix `[N, K]` to nearest with *given* scales.
+def encode(
+    weight: torch.Tensor, scales: Scales, fmt: BlockFormat, macro: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round a matrix `[N, K]` to nearest with *given* scales and macro factors (uint8 `[N, ceil(K/128)]`).
 
     Returns:
         packed uint8 `[N, K/2]`.
@@ -63,7 +67,8 @@ def encode(weight: torch.Tensor, scales: Scales, fmt: BlockFormat) -> torch.Tens
         magnitude = blocked_magnitudes(weight[rows], fmt.block_size)
         if scales.global_scale is not None:
             magnitude = magnitude / scales.global_scale
-        magnitude = magnitude / fmt.decode_scale(scales.scale[rows])[..., None]
+        scale = block_scales(scales.scale[rows], fmt, None if macro is None else macro[rows])
+        magnitude = magnitude / scale[..., None]
         packed[rows] = pack(round_to_e2m1(magnitude.flatten(1).copysign(weight[rows].to(torch.float32))))
     return packed
 
@@ -124,12 +129,18 @@ def quantize(
     )
 
 
+def block_scales(scale: torch.Tensor, fmt: BlockFormat, macro: torch.Tensor | None) -> torch.Tensor:
+    """Stored scales `[..., K/B]` times their macro factors (uint8 `[..., ceil(K/128)]`) as float32; exact."""
+    decoded = fmt.decode_scale(scale)
+    return decoded if macro is None else decoded * block_factors(macro, scale.shape[-1], fmt.block_size)
+
+
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Decode packed codes to real values: `E2M1[code] * scale * global_scale`.
+    """Decode packed codes to real values, `E2M1[code] * scale * macro * global_scale`, and put outliers in place.
 
     Args:
-        weight (`QuantizedTensor`): `packed` uint8 `[..., N, K/2]`, low nibble first; `scale` `[..., N, K/B]` and
-            `global_scale` float32 `[...]` multiply.
+        weight (`QuantizedTensor`): `packed` uint8 `[..., N, K/2]`, low nibble first; `scale` `[..., N, K/B]`, `macro`
+            and `global_scale` float32 `[...]` multiply.
         dtype (`torch.dtype`, *optional*, defaults to `torch.bfloat16`): output dtype. The product is formed in float32
             (code times scale is exact there) and rounded once.
 
@@ -145,11 +156,30 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> 
     if weight.global_scale is not None:
         rows_each = weight.packed.shape[-2] if weight.packed.ndim > 1 else 1
         per_row = weight.global_scale.reshape(-1, 1).expand(-1, rows_each).reshape(-1)
+    macro = None if weight.macro is None else weight.macro.reshape(-1, weight.macro.shape[-1])
     pairs = byte_pairs(weight.packed.device)
     for rows in row_chunks(rows_out):
         global_scale = None if per_row is None else per_row[rows]
-        rows_out[rows] = decode_rows(flat[rows], scale[rows], global_scale, weight.format, pairs)
+        factor = None if macro is None else macro[rows]
+        rows_out[rows] = decode_rows(flat[rows], scale[rows], global_scale, weight.format, pairs, factor)
+    if weight.outliers is not None:
+        scatter_outliers(rows_out, weight.outliers)
     return out
+
+
+def scatter_outliers(dense: torch.Tensor, outliers: Outliers, first: int = 0) -> None:
+    """Write outliers into `dense` `[R, columns]`, in place; its columns are `first`, `first + 1`, ... of the weight."""
+    row, entries = outlier_rows(outliers)
+    column = outliers.columns[entries].to(torch.int64) - first
+    inside = (column >= 0) & (column < dense.shape[1])
+    dense[row[inside], column[inside]] = outliers.values[entries][inside].to(dense.dtype)
+
+
+def outlier_rows(outliers: Outliers) -> tuple[torch.Tensor, slice]:
+    """The row of each outlier, int64 `[n]`, and which entries `offsets` speaks of."""
+    row = torch.arange(outliers.offsets.numel() - 1, device=outliers.offsets.device)
+    entries = slice(int(outliers.offsets[0]), int(outliers.offsets[-1]))
+    return row.repeat_interleave(outliers.offsets.diff().to(torch.int64)), entries
 
 
 def byte_pairs(device: torch.device) -> torch.Tensor:
@@ -164,6 +194,7 @@ def decode_rows(
     global_scale: torch.Tensor | None,
     fmt: BlockFormat,
     pairs: torch.Tensor | None = None,
+    macro: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode rows: packed `[n, K/2]`, scale `[n, K/B]`, global_scale `[n]`, `[]` or `None` -> float32 `[n, K]`.
 
@@ -174,7 +205,7 @@ def decode_rows(
         pairs = byte_pairs(packed.device)
     values = pairs.index_select(0, packed.flatten().to(torch.int32)).view(torch.float32)
     values = values.view(packed.shape[0], -1, fmt.block_size)
-    values.mul_(fmt.decode_scale(scale)[..., None])
+    values.mul_(block_scales(scale, fmt, macro)[..., None])
     if global_scale is not None:
         values.mul_(global_scale.reshape(-1, 1, 1))
     return values.flatten(-2)

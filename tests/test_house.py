@@ -22,8 +22,9 @@ ROOT = Path(__file__).parents[1]
 
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
-    *("formats", "scales", "macro_block", "outliers", "reference", "kernels", "ops", "modules", "checkpoints"),
-    *("config", "conversion", "quantizer", "analysis", "streaming", "hub", "cli"),
+    *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "kernels", "ops"),
+    *("modules", "checkpoints", "config", "conversion", "calibration", "quantizer"),
+    *("analysis", "streaming", "hub", "cli"),
 )
 KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "streaming", "hub", "cli"}
 

@@ -211,7 +211,7 @@ def test_chunks_change_nothing(format, chunk, monkeypatch):
     weight = torch.randn(17, 128)
     free = ScaleOptions(global_scale="free") if format == "nvfp4" else ScaleOptions(search=2)
     whole = quantize(weight, format), dequantize(quantize(weight, format)), quantize(weight, format, options=free)
-    monkeypatch.setattr("hf_mxfp4.scales.CHUNK_WEIGHTS", chunk)
+    monkeypatch.setattr("hf_mxfp4.blocks.CHUNK_WEIGHTS", chunk)
     assert same(quantize(weight, format), whole[0])
     assert torch.equal(dequantize(whole[0]), whole[1])
     assert same(quantize(weight, format, options=free), whole[2])

@@ -15,17 +15,13 @@ from typer.testing import CliRunner
 from benchmark_accuracy import BASELINE, VARIANTS, Variant, load_matrices, measure
 from benchmark_accuracy import main as benchmark
 from hf_mxfp4 import reference
+from hf_mxfp4.blocks import block_amax, floor_log2, power_of_two, round_magnitude, row_chunks
 from hf_mxfp4.formats import E4M3_MAX, FORMATS, MXFP4, NVFP4
 from hf_mxfp4.scales import (
     SCALE_RULES,
     ScaleOptions,
     amax_rule,
-    block_amax,
-    floor_log2,
-    power_of_two,
     reciprocal_stable,
-    round_magnitude,
-    row_chunks,
     soar_rounds,
     soar_rule,
 )
