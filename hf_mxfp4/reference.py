@@ -54,9 +54,7 @@ def check_weight(weight: torch.Tensor, fmt: BlockFormat, name: str = "weight") -
         )
 
 
-def encode(
-    weight: torch.Tensor, scales: Scales, fmt: BlockFormat, macro: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode(weight: torch.Tensor, scales: Scales, fmt: BlockFormat, macro: torch.Tensor | None = None) -> torch.Tensor:
     """Round a matrix `[N, K]` to nearest with *given* scales and macro factors (uint8 `[N, ceil(K/128)]`).
 
     Returns:
