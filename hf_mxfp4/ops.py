@@ -178,7 +178,7 @@ def _check_input(x, name: str, features: int, weight: QuantizedTensor, bias=None
 # --- which implementation --------------------------------------------------------------------------------------------
 
 
-def _use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
+def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
     """Whether Triton kernels run; raises if they are demanded and cannot, warns once if they would be missed."""
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype == torch.float64)):
         return False
@@ -279,7 +279,7 @@ def _by_expert(x, offsets, weight: QuantizedTensor, bias, product: Callable, fea
 
 def _run(x, offsets, weight: QuantizedTensor, bias, backend: str, grad: bool) -> torch.Tensor:
     """x through the weight, or with `grad` through its transpose; by the fused kernel or by chunks."""
-    kernels = _use_kernels(x.device, x.dtype, backend)
+    kernels = use_kernels(x.device, x.dtype, backend)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     features = weight.shape[-1 if grad else -2]
 
@@ -307,7 +307,7 @@ def _check_dequantize(packed, scale, global_scale, format, dtype, backend) -> Qu
 
 def _dequantize(packed, scale, global_scale, format, dtype, backend):
     weight = _check_dequantize(packed, scale, global_scale, format, dtype, backend)
-    return _decode(weight, dtype, _use_kernels(packed.device, dtype, backend))
+    return _decode(weight, dtype, use_kernels(packed.device, dtype, backend))
 
 
 def _dequantize_fake(packed, scale, global_scale, format, dtype, backend):
@@ -372,7 +372,7 @@ def _backward_linear_grad(ctx, grad):
     return torch.ops.hf_mxfp4.linear(grad, offsets, *weight, None, *ctx.options), *[None] * 6
 
 
-def _define(name: str, schema: str, implementation: Callable, fake: Callable, *autograd: Callable) -> None:
+def define_operator(name: str, schema: str, implementation: Callable, fake: Callable, *autograd: Callable) -> None:
     """Declare an operator: one implementation for all devices, its shape and checks, and (save, backward)."""
     name = f"hf_mxfp4::{name}"
     torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
@@ -384,16 +384,16 @@ def _define(name: str, schema: str, implementation: Callable, fake: Callable, *a
 
 
 _WEIGHT = "Tensor packed, Tensor scale, Tensor? global_scale"
-_define(
+define_operator(
     "dequantize", f"({_WEIGHT}, str format, ScalarType dtype, str backend) -> Tensor", _dequantize, _dequantize_fake
 )
 # With offsets a stack of matrices, one for each expert; without, one matrix.
-_define(
+define_operator(
     "linear",
     f"(Tensor x, Tensor? offsets, {_WEIGHT}, Tensor? bias, str format, str backend) -> Tensor",
     *(_linear, _linear_fake, _save, _backward_linear),
 )
-_define(
+define_operator(
     "linear_grad",
     f"(Tensor grad, Tensor? offsets, {_WEIGHT}, str format, str backend) -> Tensor",
     *(_linear_grad, _linear_grad_fake, _save, _backward_linear_grad),

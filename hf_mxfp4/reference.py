@@ -166,7 +166,7 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def scatter_outliers(dense: torch.Tensor, outliers: Outliers, first: int = 0) -> None:
-    """Write outliers into `dense` `[R, columns]`, in place; its columns are `first`, `first + 1`, ... of the weight."""
+    """Write outliers into `dense` `[R, columns]`, in place; its columns are the weight's from `first` on."""
     row, entries = outlier_rows(outliers)
     column = outliers.columns[entries].to(torch.int64) - first
     inside = (column >= 0) & (column < dense.shape[1])

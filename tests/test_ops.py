@@ -464,11 +464,11 @@ def test_old_gpus(monkeypatch, fresh_answers, capability, hip, usable):
     device = torch.device("cuda", 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert [ops._use_kernels(device, torch.bfloat16, "auto") for _ in range(3)] == [usable] * 3
-        assert not ops._use_kernels(device, torch.float64, "auto")
-        assert not ops._use_kernels(device, torch.bfloat16, "torch")
+        assert [ops.use_kernels(device, torch.bfloat16, "auto") for _ in range(3)] == [usable] * 3
+        assert not ops.use_kernels(device, torch.float64, "auto")
+        assert not ops.use_kernels(device, torch.bfloat16, "torch")
     assert len(caught) == (not usable)
     if not usable:
         assert "Tesla T4 has compute capability 7.5, the kernels need 8.0" in str(caught[0].message)
         with pytest.raises(RuntimeError, match=r"7\.5"):
-            ops._use_kernels(device, torch.bfloat16, "triton")
+            ops.use_kernels(device, torch.bfloat16, "triton")
