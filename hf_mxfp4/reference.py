@@ -11,8 +11,8 @@ import math
 import torch
 
 from hf_mxfp4.blocks import blocked_magnitudes, round_magnitude, row_chunks
-from hf_mxfp4.formats import E2M1_VALUES, FORMATS, BlockFormat, Outliers, QuantizedTensor
-from hf_mxfp4.macro_block import block_factors
+from hf_mxfp4.formats import E2M1_VALUES, FORMATS, MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
+from hf_mxfp4.macro_block import MODES, block_factors
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, Scales
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -79,6 +79,8 @@ def quantize(
     options: ScaleOptions = ScaleOptions(),
     channel_weights: torch.Tensor | None = None,
     name: str = "weight",
+    macro_block: str | None = None,
+    keep: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize a weight, or a stack of them.
 
@@ -90,14 +92,17 @@ def quantize(
         options (`ScaleOptions`): options of the rule.
         channel_weights (`torch.Tensor`, *optional*): `[K]`, >= 0; the rule then minimises `sum h_k (w - w_hat)^2`.
         name (`str`): named in errors.
+        macro_block (`str`, *optional*): for MXFP4, `"static"` or `"search"` (with `scale_rule="soar"`): a further
+            factor for each 128 weights.
+        keep (`torch.Tensor`, *optional*): bool `[..., K]`; these weights are kept as they are, as outliers.
 
     Returns:
         `QuantizedTensor` with `packed` `[..., K/2]`, `scale` `[..., K/B]`, `global_scale` `[...]` less the last two
-        dimensions, or `None`.
+        dimensions, or `None`; `macro` and `outliers` if asked for.
 
     Raises:
         TypeError: for a dtype that is not one of the three.
-        ValueError: for NaN or Inf, or K that is not a multiple of the block size.
+        ValueError: for NaN or Inf, K that is not a multiple of the block size, or a combination that does not exist.
     """
     fmt = FORMATS.get(format) if isinstance(format, str) else format
     if fmt is None:
@@ -106,25 +111,61 @@ def quantize(
     usable = {rule: row.function for rule, row in SCALE_RULES.items() if fmt.name in row.formats}
     if scale_rule not in usable:
         raise ValueError(f"scale_rule={scale_rule!r}; allowed for {fmt.name}: {', '.join(usable)}.")
-    rule = usable[scale_rule]
+    check_macro_block(macro_block, fmt, scale_rule)
     stack = weight.shape[:-2]
     matrices = weight.reshape(math.prod(stack), *weight.shape[-2:]) if weight.ndim >= 2 else weight.reshape(1, 1, -1)
-    packed, scale, global_scale = [], [], []
-    for matrix in matrices:
-        scales = rule(matrix, fmt, options, channel_weights)
-        packed.append(encode(matrix, scales, fmt))
+    masks = [None] * len(matrices) if keep is None else keep.reshape(matrices.shape)
+    packed, scale, global_scale, macro = [], [], [], []
+    for matrix, mask in zip(matrices, masks, strict=True):
+        matrix = matrix if mask is None else matrix.masked_fill(mask, 0)
+        scales, factor = _choose_scales(matrix, fmt, usable[scale_rule], options, channel_weights, macro_block)
+        packed.append(encode(matrix, scales, fmt, factor))
         scale.append(scales.scale.view(torch.uint8))
         global_scale.append(scales.global_scale)
-    lead = weight.shape[:-1]
+        macro.append(factor)
+    lead, k = weight.shape[:-1], weight.shape[-1]
     if not packed:
-        packed, scale = [weight.new_empty(0, dtype=torch.uint8)], [weight.new_empty(0, dtype=torch.uint8)]
+        packed, scale, macro = ([weight.new_empty(0, dtype=torch.uint8)] for _ in range(3))
         global_scale = [torch.empty(stack, device=weight.device)]
     return QuantizedTensor(
-        torch.cat(packed).view(*lead, weight.shape[-1] // 2),
-        fmt.scale_from_bytes(torch.cat(scale).view(*lead, weight.shape[-1] // fmt.block_size)),
+        torch.cat(packed).view(*lead, k // 2),
+        fmt.scale_from_bytes(torch.cat(scale).view(*lead, k // fmt.block_size)),
         torch.stack(global_scale).view(stack) if fmt.has_global_scale else None,
         fmt,
+        torch.cat(macro).view(*lead, -(-k // MACRO_BLOCK)) if macro_block else None,
+        None if keep is None else __import__("hf_mxfp4.outliers", fromlist=["x"]).collect(weight, keep),
     )
+
+
+def check_macro_block(macro_block: str | None, fmt: BlockFormat, scale_rule: str) -> None:
+    """Raise `ValueError` for a macro-block mode that does not exist, or not with this format and rule."""
+    if macro_block is None:
+        return
+    if macro_block not in MODES:
+        raise ValueError(f"macro_block={macro_block!r}; allowed: None, {', '.join(MODES)}.")
+    if fmt.has_global_scale:
+        raise ValueError(
+            f"macro_block={macro_block!r} repairs power-of-two scales, which {fmt.name} does not have; it works with "
+            'format="mxfp4".'
+        )
+    if macro_block == "search" and scale_rule != "soar":
+        raise ValueError(
+            f'macro_block="search" chooses the block scales itself: it needs scale_rule="soar", not {scale_rule!r}. '
+            'macro_block="static" works with every rule.'
+        )
+
+
+def _choose_scales(matrix, fmt, rule, options, channel_weights, macro_block) -> tuple[Scales, torch.Tensor | None]:
+    """Scales of a matrix `[N, K]`, and its macro factors uint8 `[N, ceil(K/128)]` or `None`."""
+    if macro_block is None:
+        return rule(matrix, fmt, options, channel_weights), None
+    from hf_mxfp4.macro_block import search, static_factors
+
+    if macro_block == "search":
+        return search(matrix, fmt, channel_weights)
+    factor = static_factors(matrix)
+    blocks = block_factors(factor, matrix.shape[1] // fmt.block_size, fmt.block_size)
+    return rule(matrix / blocks.repeat_interleave(fmt.block_size, 1), fmt, options, channel_weights), factor
 
 
 def block_scales(scale: torch.Tensor, fmt: BlockFormat, macro: torch.Tensor | None) -> torch.Tensor:
