@@ -4,35 +4,24 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_mxfp4 import reference
 from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS
-from hf_mxfp4.formats import FORMATS, BlockFormat, QuantizedTensor
+from hf_mxfp4.formats import FORMATS, QuantizedTensor
+from hf_mxfp4.recipe import RECIPE_KEYS, Recipe, check_choice, check_recipe, unknown_names
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 QUANT_METHOD = "hf_mxfp4"
 FORMAT_VERSION = 1  # of the fields below as stored in config.json
 _COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_OVERRIDE_KEYS = ("format", "scale_rule", "search", "global_scale", "iterations")
-
-
-class Recipe(NamedTuple):
-    """How one module is quantized: a format, a scale rule and the rule's options."""
-
-    format: BlockFormat
-    scale_rule: str
-    options: ScaleOptions
-
-    def quantize(self, weight: torch.Tensor, name: str = "weight", channel_weights=None) -> QuantizedTensor:
-        """Quantize `weight` `[..., K]` by this recipe; see `reference.quantize`."""
-        return reference.quantize(weight, self.format, self.scale_rule, self.options, channel_weights, name)
+_CALIBRATION_KEYS = ("calibration", "calibration_samples", "calibration_length", "calibration_seed", "calibration_dir")
+_WHOLE_MODEL_KEYS = ("outlier_fallback", "error_feedback", "channel_weights")
+MOST_OUTLIERS = 0.1  # the largest budget
 
 
 class FP4Config(QuantizationConfigMixin):
@@ -50,6 +39,30 @@ class FP4Config(QuantizationConfigMixin):
         global_scale (`str`, defaults to `"power_of_two"`):
             For `soar` with NVFP4: the tensor scale is a power of two, or `"free"` (closed form).
         iterations (`int`, defaults to 10): most rounds of `soar`.
+        macro_block (`str`, *optional*):
+            For MXFP4: a further factor for each 128 weights (0.0625 bits a weight), `"static"` (from their maximum) or
+            `"search"` (the best one, together with the block scales).
+        outlier_fallback (`float`, defaults to 0.0):
+            Fraction of all packed weights, at most 0.1, kept in 16 bits: those that lower the model's squared error
+            most. 0.005 is typical.
+        error_feedback (`bool`, defaults to `False`):
+            Quantize column by column and let later columns make up for the errors of earlier ones, as the inputs of
+            each layer weigh them (GPTQ). Needs calibration, see below.
+        channel_weights (`bool`, defaults to `False`):
+            Weigh squared errors by the mean square of each input channel when scales are searched; the diagonal form
+            of `error_feedback`, and cheaper. Needs calibration.
+        calibration (`str` or `list[str]`, defaults to `"self"`):
+            Tokens to calibrate on: `"self"` (sampled from the model itself), `"random"`, a text file, a list of texts,
+            a `calibration.safetensors` of an earlier run, or a data set that optimum knows (`"wikitext2"`, `"c4"`).
+        calibration_samples (`int`, defaults to 32): sequences to calibrate on.
+        calibration_length (`int`, defaults to 256): tokens of a sequence.
+        calibration_seed (`int`, defaults to 0): of the sampling.
+        calibration_dir (`str`, *optional*):
+            Folder that keeps finished layers, from which an interrupted run with the same config goes on, and
+            `calibration.safetensors`: the tokens and statistics.
+        activation_format (`str`, *optional*):
+            `"same"`: round activations to each layer's own format as they come (W4A4). May be given beside a quantized
+            checkpoint too.
         modules_to_not_convert (`list[str]`, *optional*):
             Modules to leave in full precision, beside those always left: output head, tied embeddings, routers,
             modules the model keeps in float32. Names, name prefixes, suffixes or regexes, as in transformers.
@@ -88,6 +101,16 @@ class FP4Config(QuantizationConfigMixin):
         search: str | int = "full",
         global_scale: str = "power_of_two",
         iterations: int = 10,
+        macro_block: str | None = None,
+        outlier_fallback: float = 0.0,
+        error_feedback: bool = False,
+        channel_weights: bool = False,
+        calibration: str | list[str] = "self",
+        calibration_samples: int = 32,
+        calibration_length: int = 256,
+        calibration_seed: int = 0,
+        calibration_dir: str | None = None,
+        activation_format: str | None = None,
         modules_to_not_convert: list[str] | None = None,
         overrides: dict[str, dict | str] | None = None,
         compute_dtype: torch.dtype | str | None = None,
@@ -98,10 +121,16 @@ class FP4Config(QuantizationConfigMixin):
         **unknown,
     ):
         if unknown:
-            raise TypeError(_unknown_names("FP4Config got unknown arguments", unknown, FIELDS))
+            raise TypeError(unknown_names("FP4Config got unknown arguments", unknown, FIELDS))
         self.quant_method = QUANT_METHOD
         self.format, self.scale_rule = format, scale_rule
         self.search, self.global_scale, self.iterations = search, global_scale, iterations
+        self.macro_block, self.outlier_fallback = macro_block, outlier_fallback
+        self.error_feedback, self.channel_weights = error_feedback, channel_weights
+        self.calibration, self.calibration_seed = copy.deepcopy(calibration), calibration_seed
+        self.calibration_samples, self.calibration_length = calibration_samples, calibration_length
+        self.calibration_dir = None if calibration_dir is None else str(calibration_dir)
+        self.activation_format = activation_format
         # Copies: nothing may change a config once it is checked. JSON keeps the order of pairs, not of keys.
         self.modules_to_not_convert = copy.deepcopy(modules_to_not_convert)
         pairs = isinstance(overrides, (list, tuple)) and all(isinstance(p, (list, tuple)) for p in overrides)
@@ -115,23 +144,63 @@ class FP4Config(QuantizationConfigMixin):
 
     def post_init(self) -> None:
         """Check every field; see the class docstring for what is allowed."""
-        _check_choice("format", self.format, FORMATS)
-        _check_choice("layout", self.layout, ("auto", *LAYOUTS))
-        _check_choice("on_unsupported", self.on_unsupported, ("error", "keep"))
-        _check_choice("backend", self.backend, ("auto", "triton", "torch"))
-        if not isinstance(self.dequantize, bool):
-            raise ValueError(f"dequantize={self.dequantize!r} is not a bool.")
+        check_choice("format", self.format, FORMATS)
+        check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        check_choice("on_unsupported", self.on_unsupported, ("error", "keep"))
+        check_choice("backend", self.backend, ("auto", "triton", "torch"))
+        for name in ("dequantize", "error_feedback", "channel_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a bool.")
+        if self.activation_format not in (None, "same"):
+            raise ValueError(f"activation_format={self.activation_format!r}; allowed: None, same.")
         if self.compute_dtype is not None and self.compute_dtype not in [*_COMPUTE_DTYPES.values()]:
             raise ValueError(f"compute_dtype={self.compute_dtype!r}; allowed: None, {', '.join(_COMPUTE_DTYPES)}.")
         skip = self.modules_to_not_convert
         if skip is not None and not (isinstance(skip, (list, tuple)) and all(isinstance(name, str) for name in skip)):
             raise ValueError(f"modules_to_not_convert={skip!r} is not a list of strings.")
         self.modules_to_not_convert = None if skip is None else list(skip)
-        _check_recipe(self.format, self.scale_rule, self.search, self.global_scale, self.iterations)
+        check_recipe(**{key: getattr(self, key) for key in RECIPE_KEYS})
+        self._check_calibration()
+        self._recipe({})
         if self.overrides is not None and not isinstance(self.overrides, dict):
             raise ValueError(f'overrides={self.overrides!r} is not a dict of regex to "skip" or a dict.')
         for pattern, override in (self.overrides or {}).items():
             self._check_override(pattern, override)
+
+    def _check_calibration(self) -> None:
+        budget = self.outlier_fallback
+        number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+        if not number or not 0 <= budget <= MOST_OUTLIERS:
+            raise ValueError(f"outlier_fallback={budget!r}; allowed: a fraction of weights from 0 to {MOST_OUTLIERS}.")
+        if self.layout == "portable" and (budget or self.macro_block):
+            raise ValueError(
+                'layout="portable" cannot hold macro-blocks or outliers, which no other reader knows. Use '
+                'layout="auto" or "own", or quantize without them.'
+            )
+        if self.error_feedback and self.channel_weights:
+            raise ValueError("error_feedback weighs channels already; leave channel_weights out.")
+        for name, lowest in (("calibration_samples", 1), ("calibration_length", 2), ("calibration_seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ValueError(f"{name}={value!r}; allowed: an int, at least {lowest}.")
+        texts = isinstance(self.calibration, list) and all(isinstance(text, str) for text in self.calibration)
+        if not (self.calibration and (texts or isinstance(self.calibration, str))):
+            raise ValueError(f"calibration={self.calibration!r} is not a string or a list of strings, or is empty.")
+        if not self.needs_calibration:
+            defaults = {name: _signature.parameters[name].default for name in _CALIBRATION_KEYS}
+            unused = [name for name, default in defaults.items() if getattr(self, name) != default]
+            if unused:
+                raise ValueError(f"{', '.join(unused)}: only for error_feedback=True or channel_weights=True.")
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether inputs of layers are needed to quantize."""
+        return self.error_feedback or self.channel_weights
+
+    @property
+    def needs_whole_model(self) -> bool:
+        """Whether weights can only be quantized once all of them are loaded."""
+        return self.needs_calibration or self.outlier_fallback > 0
 
     def _check_override(self, pattern: str, override: dict | str) -> None:
         try:
@@ -141,28 +210,38 @@ class FP4Config(QuantizationConfigMixin):
         if override == "skip":
             return
         if not isinstance(override, dict):
-            raise ValueError(f'overrides[{pattern!r}]={override!r}; allowed: "skip" or a dict of {_OVERRIDE_KEYS}.')
-        unknown = set(override) - set(_OVERRIDE_KEYS)
+            raise ValueError(f'overrides[{pattern!r}]={override!r}; allowed: "skip" or a dict of {RECIPE_KEYS}.')
+        unknown = set(override) - set(RECIPE_KEYS)
         if unknown:
-            raise ValueError(_unknown_names(f"overrides[{pattern!r}] has unknown keys", unknown, _OVERRIDE_KEYS))
+            raise ValueError(unknown_names(f"overrides[{pattern!r}] has unknown keys", unknown, RECIPE_KEYS))
         self._recipe(override)
 
     def _recipe(self, override: dict) -> Recipe:
         """The config's recipe with an override's changes; what another format lacks falls to its default."""
-        values = {key: getattr(self, key) for key in _OVERRIDE_KEYS} | override
-        _check_choice("format", values["format"], FORMATS)
-        _check_choice("scale_rule", values["scale_rule"], SCALE_RULES)
+        values = {key: getattr(self, key) for key in RECIPE_KEYS} | override
+        check_choice("format", values["format"], FORMATS)
+        check_choice("scale_rule", values["scale_rule"], SCALE_RULES)
         rule = SCALE_RULES.get(values["scale_rule"])
         if "scale_rule" not in override and values["format"] not in rule.formats:
             values["scale_rule"] = "soar"
         if "global_scale" not in override and not FORMATS[values["format"]].has_global_scale:
             values["global_scale"] = "power_of_two"
+        needs_soar = values["macro_block"] == "search" and values["scale_rule"] != "soar"
+        if "macro_block" not in override and (needs_soar or FORMATS[values["format"]].has_global_scale):
+            values["macro_block"] = None
         if "scale_rule" in override and override["scale_rule"] != "soar":
             for key, default in ScaleOptions()._asdict().items():
                 values[key] = override.get(key, default)
-        _check_recipe(**values)
+        check_recipe(**values)
+        soar = (values["scale_rule"], values["search"], values["global_scale"])
+        if self.needs_calibration and soar != ("soar", "full", "power_of_two"):
+            name = "error_feedback" if self.error_feedback else "channel_weights"
+            raise ValueError(
+                f'{name}=True works with scale_rule="soar", search="full" and global_scale="power_of_two", not with '
+                "{!r}, {!r} and {!r}.".format(*soar)
+            )
         options = ScaleOptions(values["search"], values["global_scale"], values["iterations"])
-        return Recipe(FORMATS[values["format"]], values["scale_rule"], options)
+        return Recipe(FORMATS[values["format"]], values["scale_rule"], options, values["macro_block"])
 
     def recipe(self, *module_names: str) -> Recipe | None:
         """The recipe for a module (by any of its names), after `overrides`; `None` if an override says `"skip"`."""
@@ -191,6 +270,9 @@ class FP4Config(QuantizationConfigMixin):
         for name in FIELDS:
             value = copy.deepcopy(getattr(self, name))
             fields[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        fields["calibration_dir"] = None  # of the machine that quantized
+        if isinstance(self.calibration, list):
+            fields["calibration"] = f"{len(self.calibration)} texts"
         if self.overrides is not None:
             fields["overrides"] = [[pattern, override] for pattern, override in fields["overrides"].items()]
         if self.is_portable:
@@ -224,7 +306,7 @@ class FP4Config(QuantizationConfigMixin):
         unknown = set(fields) - set(FIELDS)
         if unknown or version != FORMAT_VERSION:
             raise ValueError(
-                _unknown_names(f"quantization_config (version {version}) has fields unknown here", unknown, FIELDS)
+                unknown_names(f"quantization_config (version {version}) has fields unknown here", unknown, FIELDS)
                 + f" This hf_mxfp4 reads version {FORMAT_VERSION}; the checkpoint needs a newer one."
             )
         unused = {key: kwargs.pop(key) for key in list(kwargs) if key not in FIELDS}
@@ -235,17 +317,20 @@ class FP4Config(QuantizationConfigMixin):
     @property
     def module_options(self) -> dict[str, Any]:
         """Keyword arguments of FP4Linear and FP4Experts that come from here."""
-        return {"compute_dtype": self.compute_dtype, "backend": self.backend}
+        names = ("compute_dtype", "backend", "activation_format")
+        return {name: getattr(self, name) for name in names}
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed beside a quantized checkpoint may change; the rest must agree (checked on load)."""
-        return {name: getattr(self, name) for name in ("dequantize", "backend", "compute_dtype")} | {"requested": self}
+        names = ["dequantize", "backend", "compute_dtype"]
+        names += ["activation_format"] if "activation_format" in self.given else []
+        return {name: getattr(self, name) for name in names} | {"requested": self}
 
     def contradictions(self, requested: FP4Config) -> list[str]:
         """Fields that `requested` spells out with other values than this (a checkpoint's) config has."""
         return [
             f"{name}={getattr(requested, name)!r} (the checkpoint: {getattr(self, name)!r})"
-            for name in (*_OVERRIDE_KEYS, "modules_to_not_convert", "overrides")
+            for name in (*RECIPE_KEYS, *_WHOLE_MODEL_KEYS, "modules_to_not_convert", "overrides")
             if name in requested.given and getattr(requested, name) != getattr(self, name)
         ]
 
@@ -272,37 +357,3 @@ def quantize(weight: torch.Tensor, config: FP4Config | None = None) -> Quantized
         ValueError: for NaN or Inf, or K that is not a multiple of the block size.
     """
     return (config or FP4Config()).recipe().quantize(weight)
-
-
-def _check_recipe(format, scale_rule, search, global_scale, iterations) -> None:
-    _check_choice("scale_rule", scale_rule, SCALE_RULES)
-    if format not in SCALE_RULES[scale_rule].formats:
-        usable = [name for name, rule in SCALE_RULES.items() if format in rule.formats]
-        raise ValueError(
-            f"scale_rule={scale_rule!r} does not work for format={format!r}; allowed: {', '.join(usable)}."
-        )
-    if search != "full" and not (isinstance(search, int) and not isinstance(search, bool) and 0 <= search <= 16):
-        raise ValueError(f'search={search!r}; allowed: "full", or an int from 0 to 16.')
-    _check_choice("global_scale", global_scale, ("power_of_two", "free"))
-    if not isinstance(iterations, int) or isinstance(iterations, bool) or not 1 <= iterations <= 1000:
-        raise ValueError(f"iterations={iterations!r}; allowed: an int from 1 to 1000.")
-    if scale_rule != "soar" and ScaleOptions(search, global_scale, iterations) != ScaleOptions():
-        raise ValueError(
-            f'search, global_scale and iterations are options of scale_rule="soar", not of {scale_rule!r}.'
-        )
-    if global_scale == "free" and not FORMATS[format].has_global_scale:
-        raise ValueError(f'global_scale="free" needs a format with a tensor scale; {format} has none.')
-
-
-def _check_choice(name: str, value, allowed) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={value!r}; allowed: {', '.join(allowed)}.")
-
-
-def _unknown_names(what: str, unknown, allowed) -> str:
-    """A sentence that lists unknown names with the nearest allowed ones, then all that is allowed."""
-    hints = []
-    for name in sorted(unknown):
-        close = difflib.get_close_matches(name, allowed, 1)
-        hints.append(f"{name} (did you mean {close[0]}?)" if close else name)
-    return f"{what}: {', '.join(hints) or 'none'}. Allowed: {', '.join(allowed)}."

@@ -19,9 +19,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, key_pattern
-from hf_mxfp4.config import FP4Config, Recipe
+from hf_mxfp4.config import FP4Config
 from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.modules import FP4Experts, FP4Linear
+from hf_mxfp4.recipe import Recipe
 
 _ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
 _SUFFIXES = ("packed", "scale", "global_scale")

@@ -113,7 +113,7 @@ def test_defaults():
         *("nvfp4", "soar", "full", "power_of_two"),
     )
     assert config.quant_method == QUANT_METHOD == "hf_mxfp4"
-    assert config.recipe() == (NVFP4, "soar", ScaleOptions())
+    assert config.recipe() == (NVFP4, "soar", ScaleOptions(), None)
     assert config.compute_dtype is None and config.modules_to_not_convert is None and config.overrides is None
 
 
@@ -139,16 +139,28 @@ def recipes(draw, format=None):
         values["iterations"] = draw(st.integers(1, 1000))
         if FORMATS[fmt].has_global_scale:
             values["global_scale"] = draw(st.sampled_from(["power_of_two", "free"]))
+    if fmt == "mxfp4":
+        full = rule == "soar" and values["search"] == "full"
+        values["macro_block"] = draw(st.sampled_from([None, "static", "search"] if full else [None, "static"]))
     return values
 
 
 NAMES = st.sampled_from(["lm_head", r"layers\.0\.", "q_proj$", "model.layers.*.mlp", "embed", "(gate|up)_proj"])
+
+
+def possible(values):
+    corrected = values.get("outlier_fallback") or values.get("macro_block")
+    return values | {"layout": "own"} if corrected else values
+
+
 arguments = st.builds(
-    lambda recipe, others: {**recipe, **others},
+    lambda recipe, others: possible({**recipe, **others}),
     recipes(),
     st.fixed_dictionaries(
         {},
         optional={
+            "outlier_fallback": st.just(0.0) | st.floats(0, 0.1),
+            "activation_format": st.sampled_from([None, "same"]),
             "modules_to_not_convert": st.none() | st.lists(NAMES, max_size=3),
             "overrides": st.none() | st.dictionaries(NAMES, st.just("skip") | st.just({}) | recipes(), max_size=3),
             "compute_dtype": st.sampled_from([None, "bfloat16", "float16", torch.float32]),
@@ -366,10 +378,10 @@ def test_first_override_wins():
     overrides = {r"layers\.0\.": {"format": "mxfp4"}, "q_proj": {"search": 2}, "proj$": "skip", "lm_head": {}}
     config = FP4Config(overrides=overrides)
     assert config.recipe("model.layers.0.q_proj").format is MXFP4
-    assert config.recipe("model.layers.1.q_proj") == (NVFP4, "soar", ScaleOptions(search=2))
+    assert config.recipe("model.layers.1.q_proj") == (NVFP4, "soar", ScaleOptions(search=2), None)
     assert config.recipe("model.layers.1.k_proj") is None and config.override("model.layers.1.k_proj") == "skip"
     assert config.recipe("lm_head") == config.recipe() and config.override("lm_head") == {}
-    assert config.override("model.norm") is None and config.recipe("model.norm") == (NVFP4, "soar", ScaleOptions())
+    assert config.override("model.norm") is None and config.recipe("model.norm") == config.recipe()
 
 
 def test_patterns_are_searched_regexes():
@@ -401,11 +413,18 @@ FULL, LOCAL, FREE = ScaleOptions(), ScaleOptions(search=2, iterations=3), ScaleO
         ({"search": 2, "iterations": 3}, {"scale_rule": "amax"}, (NVFP4, "amax", FULL)),
         ({"global_scale": "free"}, {"scale_rule": "four_over_six"}, (NVFP4, "four_over_six", FULL)),
         ({"scale_rule": "amax"}, {"scale_rule": "soar", "search": 2, "iterations": 3}, (NVFP4, "soar", LOCAL)),
+        # macro-blocks stay where they can
+        ({"format": "mxfp4", "macro_block": "search"}, {}, (MXFP4, "soar", FULL, "search")),
+        ({"format": "mxfp4", "macro_block": "search"}, {"format": "nvfp4"}, (NVFP4, "soar", FULL)),
+        ({"format": "mxfp4", "macro_block": "search"}, {"scale_rule": "ceil"}, (MXFP4, "ceil", FULL)),
+        ({"format": "mxfp4", "macro_block": "static"}, {"scale_rule": "ceil"}, (MXFP4, "ceil", FULL, "static")),
+        ({}, {"format": "mxfp4", "macro_block": "search"}, (MXFP4, "soar", FULL, "search")),
     ],
     ids=str,
 )
 def test_merge_rules(base, override, recipe):
-    assert FP4Config(**base, overrides={"mlp": override}).recipe("layers.0.mlp") == recipe
+    found = FP4Config(**base, overrides={"mlp": override}).recipe("layers.0.mlp")
+    assert found == recipe if len(recipe) == 4 else found == (*recipe, None)
 
 
 @pytest.mark.parametrize(
@@ -414,6 +433,10 @@ def test_merge_rules(base, override, recipe):
         ({"scale_rule": "amax"}, {"search": 2}),  # amax has no search
         ({"format": "mxfp4"}, {"global_scale": "free"}),
         ({"format": "mxfp4"}, {"scale_rule": "four_over_six"}),
+        ({}, {"macro_block": "static"}),  # NVFP4 needs none
+        ({"format": "mxfp4", "macro_block": "search"}, {"search": 2}),
+        ({"error_feedback": True}, {"scale_rule": "amax"}),
+        ({"channel_weights": True}, {"search": 2}),
     ],
     ids=str,
 )
@@ -442,7 +465,8 @@ def test_quantize_follows_the_config(values):
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     ours = quantize(weight, FP4Config(**values))
     recipe = FP4Config(**values).recipe()
-    expected = reference.quantize(weight, values["format"], values["scale_rule"], recipe.options)
+    macro = {"macro_block": recipe.macro_block}
+    expected = reference.quantize(weight, values["format"], values["scale_rule"], recipe.options, **macro)
     assert torch.equal(ours.packed, expected.packed) and ours.format is expected.format
     assert torch.equal(ours.scale.view(torch.uint8), expected.scale.view(torch.uint8))
 

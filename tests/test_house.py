@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
     *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "kernels", "ops"),
-    *("quantization", "modules", "checkpoints", "config", "conversion", "calibration", "quantizer"),
+    *("quantization", "modules", "checkpoints", "recipe", "config", "conversion", "calibration", "quantizer"),
     *("analysis", "streaming", "hub", "cli"),
 )
 KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "streaming", "hub", "cli"}
