@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,36 +19,12 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, key_pattern
 from hf_mxfp4.config import FP4Config
-from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.modules import FP4Experts, FP4Linear
+from hf_mxfp4.packing import Plan, empty_experts, is_packed, matrix_name, pack_experts, pack_linears
 from hf_mxfp4.recipe import Recipe
 
 _ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
-_SUFFIXES = ("packed", "scale", "global_scale")
-
-
-class Plan(NamedTuple):
-    """What is to be packed.
-
-    Attributes:
-        linears: recipe by name of an `nn.Linear`.
-        experts: recipe by name of a fused-experts module.
-        kept: name of each linear left in full precision, and why.
-        groups: names of linears that are quantized together under one tensor scale, by each member's name.
-    """
-
-    linears: dict[str, Recipe]
-    experts: dict[str, Recipe]
-    kept: dict[str, str]
-    groups: dict[str, tuple[str, ...]]
-
-    def weight_names(self, model: nn.Module) -> set[str]:
-        """Names of the full-precision parameters that become packed."""
-        names = {f"{name}.weight" for name in self.linears}
-        for name in self.experts:
-            experts = model.get_submodule(name)
-            names |= {f"{name}.{'gate_up_proj' if experts.has_gate else 'up_proj'}", f"{name}.down_proj"}
-        return names
+_SUFFIXES = ("packed", "scale", "global_scale", "macro_scale")
 
 
 def plan_modules(model: PreTrainedModel, config: FP4Config) -> Plan:
@@ -173,30 +148,6 @@ def _sibling_groups(model: nn.Module, plan: Plan) -> dict[str, tuple[str, ...]]:
     return groups
 
 
-def replace_with_empty(model: nn.Module, plan: Plan, config: FP4Config) -> None:
-    """Put empty packed modules in the places of the plan (for a checkpoint that is packed already)."""
-    for name, recipe in plan.linears.items():
-        linear = model.get_submodule(name)
-        packed = FP4Linear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            format=recipe.format,
-            device="meta",
-            dtype=linear.weight.dtype,
-            **config.module_options,
-        )
-        _place(model, name, packed)
-    for name, recipe in plan.experts.items():
-        _place(model, name, FP4Experts.from_experts(model.get_submodule(name), recipe.format, **config.module_options))
-
-
-def _place(model: nn.Module, name: str, module: nn.Module) -> None:
-    module._is_hf_initialized = True  # transformers must not initialize packed weights
-    module.train(model.get_submodule(name).training)
-    model.set_submodule(name, module)
-
-
 class QuantizeOnLoad(ConversionOps):
     """Packs full-precision weights as transformers reads them, and swaps the module they belong to.
 
@@ -260,26 +211,15 @@ class QuantizeOnLoad(ConversionOps):
         if not all(member in self.waiting for member in group):
             return
         weights = [self.waiting.pop(member) for member in group]
-        recipe = self.plan.linears[path]
-        if len(group) == 1:
-            self._pack_linear(model, path, recipe.quantize(weights[0], name))
-            return
-        joined = recipe.quantize(torch.cat(weights), " + ".join(f"{member}.weight" for member in group))
-        start = 0
-        for member, weight in zip(group, weights, strict=True):
-            rows = slice(start, start := start + weight.shape[0])
-            part = joined._replace(packed=joined.packed[rows].clone(), scale=joined.scale[rows].clone())
-            self._pack_linear(model, member, part)
-
-    def _pack_linear(self, model: nn.Module, name: str, weight: QuantizedTensor) -> None:
-        linear = model.get_submodule(name)
-        options = self.config.module_options
-        _place(model, name, FP4Linear.from_quantized(weight, linear.bias, dtype=linear.weight.dtype, **options))
+        joined = self.plan.linears[path].quantize(
+            weights[0] if len(group) == 1 else torch.cat(weights), matrix_name(group)
+        )
+        pack_linears(model, group, joined, self.config)
 
     def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:
         dense, recipe = model.get_submodule(path), self.plan.experts[path]
         if path not in self.experts:
-            self.experts[path] = FP4Experts.from_experts(dense, recipe.format, **self.config.module_options)
+            self.experts[path] = empty_experts(dense, recipe, self.config)
         experts = self.experts[path]
         if tensor.ndim != 3 or tensor.shape != getattr(dense, leaf).shape:
             raise ValueError(
@@ -289,14 +229,7 @@ class QuantizeOnLoad(ConversionOps):
         weight = tensor.transpose(1, 2) if experts.is_transposed else tensor
         experts.load_projection(leaf, recipe.quantize(weight, f"{path}.{leaf}"))
         if is_packed(experts):
-            for name in experts.shapes if experts.has_bias else ():
-                setattr(experts, f"{name}_bias", getattr(dense, f"{name}_bias"))
-            _place(model, path, self.experts.pop(path))
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether a module is one of ours and holds real packed tensors."""
-    return isinstance(module, (FP4Linear, FP4Experts)) and all(b.device.type != "meta" for b in module.buffers())
+            pack_experts(model, path, self.experts.pop(path))
 
 
 def keep_new_head(model: PreTrainedModel, plan: Plan, name: str) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP4Linear and FP4Experts: packed buffers and a forward. The numerics live in `ops`.
 
-Buffers carry compressed-tensors' names and meanings, so a state dict is a checkpoint: `*_global_scale` **divides**
-there, while every function of this package multiplies. `quantized` hands out the multiplying form.
+Their buffers are `packed.PackedModule`'s, whose `*_global_scale` **divides**; `quantized` is the multiplying form.
 """
 
 from __future__ import annotations
@@ -14,80 +13,10 @@ from torch import nn
 
 from hf_mxfp4 import ops
 from hf_mxfp4.formats import NVFP4, BlockFormat, QuantizedTensor
+from hf_mxfp4.packed import PackedModule
 
 
-class _PackedModule(nn.Module):
-    """Buffers of one or more packed weights. `.to(dtype)`, `.half()` and the like leave codes and scales alone."""
-
-    format: BlockFormat
-    dtype: torch.dtype
-
-    def _register_packed(self, prefix: str, shape: tuple[int, ...], global_shape: tuple[int, ...], device) -> None:
-        """Register `{prefix}_packed`, `{prefix}_scale` and, where the format has one, `{prefix}_global_scale`."""
-        *lead, in_features = shape
-        self.format.check_in_features(in_features, prefix)
-        scale_shape = (*lead, in_features // self.format.block_size)
-        packed = torch.empty((*lead, in_features // 2), dtype=torch.uint8, device=device)
-        self.register_buffer(f"{prefix}_packed", packed)
-        self.register_buffer(f"{prefix}_scale", torch.empty(scale_shape, dtype=self.format.scale_dtype, device=device))
-        if self.format.has_global_scale:
-            global_scale = torch.empty(global_shape, dtype=torch.float32, device=device)
-            self.register_buffer(f"{prefix}_global_scale", global_scale)
-
-    def _load_packed(self, prefix: str, weight: QuantizedTensor) -> None:
-        """Take over the tensors of `weight` (no copy); the tensor scale is stored as its reciprocal."""
-        if weight.format is not self.format:
-            raise ValueError(f"{prefix}: a weight in {weight.format.name} cannot go into a {self.format.name} module.")
-        stored = {"packed": weight.packed, "scale": weight.scale}
-        if weight.global_scale is not None:
-            stored["global_scale"] = weight.global_scale.reciprocal()
-        for suffix, value in stored.items():
-            buffer = getattr(self, f"{prefix}_{suffix}")
-            if suffix == "global_scale":
-                value = value.reshape(-1, *[1] * (buffer.ndim - 1)).expand(buffer.shape).contiguous()
-            if value.shape != buffer.shape:
-                raise ValueError(
-                    f"{prefix}_{suffix}: shape {tuple(value.shape)} does not fit the module's {tuple(buffer.shape)}."
-                )
-            setattr(self, f"{prefix}_{suffix}", value)
-
-    def _apply(self, fn, recurse=True):
-        # Moving must reach the packed buffers, casting must not: `fn` is applied to them as integers, and what it
-        # casts even so (`Module.type`) only tells the device.
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        buffers, self._buffers = self._buffers, {}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers = buffers
-        for name, buffer in buffers.items():
-            integers = buffer.view(torch.uint8 if buffer.itemsize == 1 else torch.int32)
-            moved = fn(integers)
-            moved = moved if moved.dtype == integers.dtype else integers.to(moved.device)
-            buffers[name] = moved.view(buffer.dtype)
-        return self
-
-    def __getstate__(self):
-        # torch (2.13) cannot unpickle float8 tensors outside torch.save: scales travel as bytes.
-        buffers = {n: b.view(torch.uint8) if b.itemsize == 1 else b for n, b in self._buffers.items()}
-        return {**self.__dict__, "_buffers": buffers}
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        for name, buffer in self._buffers.items():
-            if name.endswith("_scale") and buffer.itemsize == 1:
-                self._buffers[name] = buffer.view(self.format.scale_dtype)
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        for name, buffer in self._buffers.items():
-            value = state_dict.get(prefix + name)
-            if buffer is not None and value is not None and value.dtype != buffer.dtype:
-                errors.append(f"{prefix + name}: dtype {value.dtype} in the state dict, {buffer.dtype} in the module.")
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-
-
-class FP4Linear(_PackedModule, nn.Linear):
+class FP4Linear(PackedModule, nn.Linear):
     """A linear layer whose weight stays packed in 4 bits.
 
     It is an `nn.Linear` by type (so PEFT's "all-linear" finds it), but holds no dense weight: `weight_packed` uint8
@@ -102,6 +31,9 @@ class FP4Linear(_PackedModule, nn.Linear):
         dtype (`torch.dtype`, *optional*): dtype of the bias and of `weight`; torch's default dtype if not given.
         compute_dtype (`torch.dtype`, *optional*): dtype the product is computed in; the input's if not given.
         backend (`str`): `"auto"`, `"triton"` or `"torch"`.
+        activation_format (`str`, *optional*): `"same"` rounds inputs to `format` too (W4A4).
+        macro_block (`bool`): whether the weight has macro factors.
+        outliers (`bool`): whether the weight has outliers.
     """
 
     def __init__(
@@ -115,12 +47,16 @@ class FP4Linear(_PackedModule, nn.Linear):
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         backend: str = "auto",
+        activation_format: str | None = None,
+        macro_block: bool = False,
+        outliers: bool = False,
     ):
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.in_features, self.out_features = in_features, out_features
         self.format, self.backend, self.compute_dtype = format, backend, compute_dtype
+        self.activation_format = activation_format
         self.dtype = dtype or torch.get_default_dtype()
-        self._register_packed("weight", (out_features, in_features), (1,), device)
+        self._register_packed("weight", (out_features, in_features), (1,), device, macro_block, outliers)
         empty = torch.empty(out_features, device=device, dtype=self.dtype) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
 
@@ -128,7 +64,10 @@ class FP4Linear(_PackedModule, nn.Linear):
     def from_quantized(cls, weight: QuantizedTensor, bias: torch.Tensor | None = None, **kwargs) -> FP4Linear:
         """A layer around a `QuantizedTensor` `[N, K]` (its tensors are taken over) and an optional bias `[N]`."""
         out_features, in_features = weight.shape
-        layer = cls(in_features, out_features, bias is not None, format=weight.format, device="meta", **kwargs)
+        parts = {"macro_block": weight.macro is not None, "outliers": weight.outliers is not None}
+        layer = cls(
+            in_features, out_features, bias is not None, format=weight.format, device="meta", **parts, **kwargs
+        )
         layer._load_packed("weight", weight)
         if bias is not None:
             layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
@@ -138,7 +77,7 @@ class FP4Linear(_PackedModule, nn.Linear):
     def quantized(self) -> QuantizedTensor:
         """The packed weight; its scales multiply."""
         global_scale = self.weight_global_scale.reciprocal()[0] if self.format.has_global_scale else None
-        return QuantizedTensor(self.weight_packed, self.weight_scale, global_scale, self.format)
+        return self._quantized("weight", global_scale)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -150,19 +89,18 @@ class FP4Linear(_PackedModule, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x [..., K]` -> `[..., N]` in x's dtype (the autocast dtype under autocast)."""
+        bias, activations = self.bias, self._activations(x)
         if self.compute_dtype is None:
-            return ops.linear(x, self.quantized, self.bias, self.backend)
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return ops.linear(x.to(self.compute_dtype), self.quantized, bias, self.backend).to(x.dtype)
+            return ops.linear(activations, self.quantized, bias, self.backend)
+        bias = None if bias is None else bias.to(self.compute_dtype)
+        return ops.linear(activations, self.quantized, bias, self.backend).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"format={self.format.name}"
-        )
+        shape = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{shape}, {self._kind()}"
 
 
-class FP4Experts(_PackedModule):
+class FP4Experts(PackedModule):
     """The fused experts of a mixture-of-experts layer, packed: two grouped linears around the model's own gate.
 
     Stands in for transformers' experts modules (Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 and the like, gpt-oss) and
@@ -188,10 +126,13 @@ class FP4Experts(_PackedModule):
         dtype: torch.dtype | None = None,
         compute_dtype: torch.dtype | None = None,
         backend: str = "auto",
+        activation_format: str | None = None,
+        macro_block: bool = False,
+        outliers: bool = False,
     ):
         super().__init__()
         self.num_experts, self.format = num_experts, format
-        self.backend, self.compute_dtype = backend, compute_dtype
+        self.backend, self.compute_dtype, self.activation_format = backend, compute_dtype, activation_format
         self.dtype = dtype or torch.get_default_dtype()
         self.act_fn, self.has_gate, self.has_bias = act_fn, has_gate, has_bias
         self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
@@ -203,7 +144,7 @@ class FP4Experts(_PackedModule):
         }
         for name, shape in self.shapes.items():
             merged = 2 if name == "gate_up_proj" else 1
-            self._register_packed(name, shape, (num_experts, merged), device)
+            self._register_packed(name, shape, (num_experts, merged), device, macro_block, outliers)
             if has_bias:
                 bias = torch.empty(shape[:2], device=device, dtype=self.dtype)
                 self.register_parameter(f"{name}_bias", nn.Parameter(bias))
@@ -261,7 +202,7 @@ class FP4Experts(_PackedModule):
     def quantized(self, name: str) -> QuantizedTensor:
         """A packed projection `[E, N, K]`; its scales multiply, `global_scale` `[E]`."""
         scale = getattr(self, f"{name}_global_scale")[:, 0].reciprocal() if self.format.has_global_scale else None
-        return QuantizedTensor(getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale"), scale, self.format)
+        return self._quantized(name, scale)
 
     def dequantized(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A projection in the original module's arrangement (transposed where that one is), in `dtype`."""
@@ -280,7 +221,7 @@ class FP4Experts(_PackedModule):
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         if bias is not None:
             bias = bias.to(x.dtype)
-        return ops.grouped_linear(x, offsets, self.quantized(name), bias, self.backend)
+        return ops.grouped_linear(self._activations(x), offsets, self.quantized(name), bias, self.backend)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -311,4 +252,4 @@ class FP4Experts(_PackedModule):
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={shape}" for name, shape in self.shapes.items())
-        return f"num_experts={self.num_experts}, {shapes}, format={self.format.name}"
+        return f"num_experts={self.num_experts}, {shapes}, {self._kind()}"

@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from hf_mxfp4 import conversion
+from hf_mxfp4 import conversion, packing
 from hf_mxfp4.checkpoints import (
     FULL_PRECISION,
     HF_MXFP4_KEY,
@@ -44,7 +44,7 @@ class FP4HfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: FP4Config, **kwargs):
         # A copy: what this model stores about itself must not leak into the next model loaded with the same config.
         super().__init__(copy.copy(quantization_config), **kwargs)
-        self.plan: conversion.Plan | None = None
+        self.plan: packing.Plan | None = None
         self.layout = "own"
         self.loader: conversion.QuantizeOnLoad | None = None
         self.weight_names: set[str] = set()
@@ -99,7 +99,7 @@ class FP4HfQuantizer(HfQuantizer):
             return model
         self.headers = self._read_headers(checkpoint_files)
         self._adapt_plan(model)
-        conversion.replace_with_empty(model, self.plan, config)
+        packing.replace_with_empty(model, self.plan, config)
         if self.headers:
             self._check_headers(model)
         return model

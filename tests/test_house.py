@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
-    *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "kernels", "ops"),
-    *("quantization", "modules", "checkpoints", "recipe", "config", "conversion", "calibration", "quantizer"),
-    *("analysis", "streaming", "hub", "cli"),
+    *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "kernels"),
+    *("operands", "ops", "quantization", "packed", "modules", "checkpoints", "recipe", "config", "packing", "conversion", "calibration"),
+    *("whole_model", "quantizer", "analysis", "streaming", "hub", "cli"),
 )
 KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "streaming", "hub", "cli"}
 
