@@ -29,7 +29,10 @@ SAFETENSORS_DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
 }
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Layout(NamedTuple):
@@ -40,7 +43,8 @@ class Layout(NamedTuple):
 
 
 FULL_PRECISION = ("BF16", "F16", "F32", "F64")  # stored dtypes a weight can be quantized from
-PACKED_ENDINGS = ("_packed", "_scale")  # of the names of packed tensors in a model
+OUTLIER_ENDINGS = ("_outlier_values", "_outlier_columns")  # whose length only the checkpoint knows
+PACKED_ENDINGS = ("_packed", "_scale", *OUTLIER_ENDINGS)  # of the names of packed tensors in a model
 
 LAYOUTS = {"portable": Layout("compressed-tensors", "weight_packed"), "own": Layout("hf_mxfp4", "weight")}
 
@@ -105,6 +109,12 @@ class StoredTensor(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     file: str
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of this dtype and shape on the meta device."""
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"{self.file}: dtype {self.dtype}; allowed: {', '.join(_DTYPES)}.")
+        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device="meta")
 
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:

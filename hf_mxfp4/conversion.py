@@ -20,7 +20,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, key_pattern
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.modules import FP4Experts, FP4Linear
-from hf_mxfp4.packing import Plan, empty_experts, is_packed, matrix_name, pack_experts, pack_linears
+from hf_mxfp4.packing import Plan, empty_experts, is_packed, matrix_name, packed_linears, place
 from hf_mxfp4.recipe import Recipe
 
 _ROUTER_NAMES = ("router", "gate", "shared_expert_gate")
@@ -189,11 +189,7 @@ class QuantizeOnLoad(ConversionOps):
         for name in planned:
             missing += [f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()]
         missing = [name for name in missing if name in planned or name in self.missing_keys]
-        if missing:
-            raise ValueError(
-                f"the checkpoint holds no weights for {len(missing)} modules or parameters that belong to packed "
-                f"modules: {', '.join(missing[:5])}. It is incomplete or of another architecture."
-            )
+        check_complete(missing)
 
     def _take(self, model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         path, _, leaf = name.rpartition(".")
@@ -214,7 +210,8 @@ class QuantizeOnLoad(ConversionOps):
         joined = self.plan.linears[path].quantize(
             weights[0] if len(group) == 1 else torch.cat(weights), matrix_name(group)
         )
-        pack_linears(model, group, joined, self.config)
+        for member, module in packed_linears(model, group, joined, self.config).items():
+            place(model, member, module)
 
     def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:
         dense, recipe = model.get_submodule(path), self.plan.experts[path]
@@ -229,7 +226,18 @@ class QuantizeOnLoad(ConversionOps):
         weight = tensor.transpose(1, 2) if experts.is_transposed else tensor
         experts.load_projection(leaf, recipe.quantize(weight, f"{path}.{leaf}"))
         if is_packed(experts):
-            pack_experts(model, path, self.experts.pop(path))
+            for name in experts.shapes if experts.has_bias else ():  # they may have been loaded since
+                setattr(experts, f"{name}_bias", getattr(dense, f"{name}_bias"))
+            place(model, path, self.experts.pop(path))
+
+
+def check_complete(missing: list[str]) -> None:
+    """Raise `ValueError` if a checkpoint lacks modules or parameters that were to be packed."""
+    if missing:
+        raise ValueError(
+            f"the checkpoint holds no weights for {len(missing)} modules or parameters that belong to packed "
+            f"modules: {', '.join(missing[:5])}. It is incomplete or of another architecture."
+        )
 
 
 def keep_new_head(model: PreTrainedModel, plan: Plan, name: str) -> None:
@@ -284,9 +292,9 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
         for suffix in _SUFFIXES:
             stored = packed_name if suffix == "packed" else f"weight_{suffix}"
             sources = [re.sub(r"weight\$?$", stored, source) for source in converter.source_patterns]
-            for place in _places(model, plan, converter):
-                placed = [place + source for source in sources]
-                ours.append(_whole_names(converter, placed, f"{place}{target}_{suffix}", [FuseExperts()]))
+            for prefix in _places(model, plan, converter):
+                placed = [prefix + source for source in sources]
+                ours.append(_whole_names(converter, placed, f"{prefix}{target}_{suffix}", [FuseExperts()]))
         theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
     if layout == "own":
         stored = [f"{path}.weight" for path in _shortest_paths(model, plan, plan.linears)]

@@ -163,6 +163,22 @@ class QuantizedTensor(NamedTuple):
         outliers = self.outliers and self.outliers._replace(offsets=self.outliers.offsets[start : stop + 1])
         return self._replace(packed=self.packed[rows], scale=self.scale[rows], macro=macro, outliers=outliers)
 
+    def split(self, sizes: list[int]) -> list[QuantizedTensor]:
+        """A matrix `[sum of sizes, K]` as matrices `[size, K]` with tensors of their own."""
+        parts, start = [], 0
+        for size in sizes:
+            part = self.rows(slice(start, start := start + size))
+            outliers = part.outliers
+            if outliers is not None:
+                values, columns, offsets = outliers
+                entries = slice(int(offsets[0]), int(offsets[-1]))
+                outliers = Outliers(values[entries].clone(), columns[entries].clone(), offsets - offsets[0])
+            macro = None if part.macro is None else part.macro.clone()
+            parts.append(
+                part._replace(packed=part.packed.clone(), scale=part.scale.clone(), macro=macro, outliers=outliers)
+            )
+        return parts
+
     def matrix(self, index: int) -> QuantizedTensor:
         """One matrix `[N, K]` of a stack `[E, N, K]`, as views."""
         n = self.packed.shape[-2]

@@ -77,7 +77,7 @@ class FP4Linear(PackedModule, nn.Linear):
     def quantized(self) -> QuantizedTensor:
         """The packed weight; its scales multiply."""
         global_scale = self.weight_global_scale.reciprocal()[0] if self.format.has_global_scale else None
-        return self._quantized("weight", global_scale)
+        return self.packed_weight("weight", global_scale)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -202,7 +202,7 @@ class FP4Experts(PackedModule):
     def quantized(self, name: str) -> QuantizedTensor:
         """A packed projection `[E, N, K]`; its scales multiply, `global_scale` `[E]`."""
         scale = getattr(self, f"{name}_global_scale")[:, 0].reciprocal() if self.format.has_global_scale else None
-        return self._quantized(name, scale)
+        return self.packed_weight(name, scale)
 
     def dequantized(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A projection in the original module's arrangement (transposed where that one is), in `dtype`."""

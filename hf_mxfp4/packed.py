@@ -68,8 +68,8 @@ class PackedModule(nn.Module):
         for name, value in zip(_OUTLIERS, outliers, strict=True):
             self.register_buffer(f"{prefix}_{name}", value)
 
-    def _quantized(self, prefix: str, global_scale: torch.Tensor | None) -> QuantizedTensor:
-        """A packed weight with its multiplying tensor scale."""
+    def packed_weight(self, prefix: str, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
+        """A packed weight from its buffers, with the multiplying tensor scale given."""
         outliers = [getattr(self, f"{prefix}_{name}", None) for name in _OUTLIERS]
         return QuantizedTensor(
             getattr(self, f"{prefix}_packed"),

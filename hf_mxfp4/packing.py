@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a plan to packed modules: which full-precision weights are quantized together, and where the results go."""
+"""From a plan to packed modules and back: which weights are quantized together, and where the results go."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from accelerate.hooks import add_hook_to_module
 from torch import nn
 
@@ -53,63 +55,53 @@ def matrix_name(members: tuple[str, ...]) -> str:
     return " + ".join(f"{member}.weight" for member in members)
 
 
-def pack_linears(model: nn.Module, members: tuple[str, ...], joined: QuantizedTensor, config: FP4Config) -> None:
-    """Replace linears by packed ones; `joined` `[sum of N, K]` holds their weights one below the other."""
-    sizes = [model.get_submodule(member).out_features for member in members]
-    outliers = [None] * len(sizes)
-    if joined.outliers is not None:
-        from hf_mxfp4.outliers import split_rows
+def empty_linear(dense: nn.Linear, recipe: Recipe, config: FP4Config) -> FP4Linear:
+    """An `FP4Linear` with empty buffers, as the recipe wants them, that takes over the bias of a dense one."""
+    module = FP4Linear(
+        dense.in_features,
+        dense.out_features,
+        bias=False,
+        format=recipe.format,
+        device="meta",
+        dtype=dense.weight.dtype,
+        macro_block=recipe.macro_block is not None,
+        outliers=config.outlier_fallback > 0,
+        **config.module_options,
+    )
+    module.bias = dense.bias
+    return module
 
-        outliers = split_rows(joined.outliers, sizes)
-    start = 0
-    for member, size, own in zip(members, sizes, outliers, strict=True):
-        part = joined
-        if len(members) > 1:
-            part = joined.rows(slice(start, start := start + size))
-            macro = None if part.macro is None else part.macro.clone()
-            part = part._replace(packed=part.packed.clone(), scale=part.scale.clone(), macro=macro, outliers=own)
-        linear = model.get_submodule(member)
-        options = {"dtype": linear.weight.dtype, **config.module_options}
-        place(model, member, FP4Linear.from_quantized(part, linear.bias, **options))
+
+def packed_linears(
+    model: nn.Module, members: tuple[str, ...], joined: QuantizedTensor, config: FP4Config
+) -> dict[str, FP4Linear]:
+    """Packed linears by name; `joined` `[sum of N, K]` holds their weights one below the other."""
+    linears = [model.get_submodule(member) for member in members]
+    parts = [joined] if len(linears) == 1 else joined.split([linear.out_features for linear in linears])
+    options = config.module_options
+    return {
+        member: FP4Linear.from_quantized(part, linear.bias, dtype=linear.weight.dtype, **options)
+        for member, part, linear in zip(members, parts, linears, strict=True)
+    }
 
 
 def empty_experts(dense: nn.Module, recipe: Recipe, config: FP4Config) -> FP4Experts:
-    """An `FP4Experts` with empty buffers, as the recipe wants them, for a transformers experts module."""
+    """An `FP4Experts` with empty buffers, as the recipe wants them, that takes over the biases of dense ones."""
     parts = {"macro_block": recipe.macro_block is not None, "outliers": config.outlier_fallback > 0}
     return FP4Experts.from_experts(dense, recipe.format, **parts, **config.module_options)
-
-
-def pack_experts(model: nn.Module, path: str, experts: FP4Experts) -> None:
-    """Put filled experts in the place of the dense ones, whose biases they take over."""
-    dense = model.get_submodule(path)
-    for name in experts.shapes if experts.has_bias else ():
-        setattr(experts, f"{name}_bias", getattr(dense, f"{name}_bias"))
-    place(model, path, experts)
 
 
 def replace_with_empty(model: nn.Module, plan: Plan, config: FP4Config) -> None:
     """Put empty packed modules in the places of the plan (for a checkpoint that is packed already)."""
     for name, recipe in plan.linears.items():
-        linear = model.get_submodule(name)
-        packed = FP4Linear(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            format=recipe.format,
-            device="meta",
-            dtype=linear.weight.dtype,
-            macro_block=recipe.macro_block is not None,
-            outliers=config.outlier_fallback > 0,
-            **config.module_options,
-        )
-        place(model, name, packed)
+        place(model, name, empty_linear(model.get_submodule(name), recipe, config))
     for name, recipe in plan.experts.items():
         place(model, name, empty_experts(model.get_submodule(name), recipe, config))
 
 
 def place(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a packed module in the place of another."""
-    module._is_hf_initialized = True  # transformers must not initialize packed weights
+    """Put a packed or dense module in the place of the other."""
+    module._is_hf_initialized = True  # transformers must not initialize it
     old = model.get_submodule(name)
     module.train(old.training)
     if hasattr(old, "_hf_hook"):  # several devices: activations must still be moved to this one's
@@ -120,3 +112,59 @@ def place(model: nn.Module, name: str, module: nn.Module) -> None:
 def is_packed(module: nn.Module) -> bool:
     """Whether a module is one of ours and holds real packed tensors."""
     return isinstance(module, (FP4Linear, FP4Experts)) and all(b.device.type != "meta" for b in module.buffers())
+
+
+def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Put plain modules back in the places of packed ones, in `dtype` (the model's own if not given).
+
+    Raises:
+        ValueError: for offloaded tensors.
+    """
+    offloaded = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if offloaded:
+        raise ValueError(
+            f"{len(offloaded)} tensors are offloaded (such as {offloaded[0]}), so the model cannot be dequantized "
+            "in place. Load it without offloading first, or with FP4Config(dequantize=True)."
+        )
+    dtype = dtype or model.dtype
+    with torch.device("meta"):
+        skeleton = type(model)(copy.deepcopy(model.config))
+    for path, module in list(model.named_modules()):
+        if isinstance(module, FP4Linear):
+            # Parameters stay on the packed module's device; the bias is the same parameter.
+            dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            dense.weight = nn.Parameter(module.weight.to(dtype))
+            dense.bias = None if module.bias is None else nn.Parameter(module.bias.data.to(dtype))
+        elif isinstance(module, FP4Experts):
+            dense = skeleton.get_submodule(path)
+            for name in module.shapes:
+                setattr(dense, name, nn.Parameter(module.dequantized(name, dtype)))
+                if module.has_bias:
+                    setattr(dense, f"{name}_bias", nn.Parameter(getattr(module, f"{name}_bias").data.to(dtype)))
+        else:
+            continue
+        place(model, path, dense)
+    for attribute in ("_weight_conversions", "num_parameters"):
+        model.__dict__.pop(attribute, None)
+    return model
+
+
+class ParameterCounter:
+    """`model.num_parameters` of a packed model: counts packed weights as the weights they stand for."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As `PreTrainedModel.num_parameters`; packed weights count as not trainable."""
+        total = type(self.model).num_parameters(self.model, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return total
+        packed = [
+            buffer.numel() * 2
+            for module in self.model.modules()
+            if isinstance(module, (FP4Linear, FP4Experts))
+            for name, buffer in module.named_buffers(recurse=False)
+            if name.endswith("_packed")
+        ]
+        return total + sum(packed)

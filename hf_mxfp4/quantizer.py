@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 
 import torch
 import transformers
-from accelerate.hooks import add_hook_to_module
 from packaging import version
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -21,6 +21,7 @@ from hf_mxfp4.checkpoints import (
     FULL_PRECISION,
     HF_MXFP4_KEY,
     LAYOUTS,
+    OUTLIER_ENDINGS,
     PACKED_ENDINGS,
     Expected,
     StoredTensor,
@@ -30,7 +31,8 @@ from hf_mxfp4.checkpoints import (
     read_header,
 )
 from hf_mxfp4.config import QUANT_METHOD, FP4Config
-from hf_mxfp4.modules import FP4Experts, FP4Linear
+from hf_mxfp4.modules import FP4Linear
+from hf_mxfp4.outliers import check as check_outliers
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class FP4HfQuantizer(HfQuantizer):
         super().__init__(copy.copy(quantization_config), **kwargs)
         self.plan: packing.Plan | None = None
         self.layout = "own"
+        self.dense = not self.pre_quantized  # until the planned modules are packed
         self.loader: conversion.QuantizeOnLoad | None = None
         self.weight_names: set[str] = set()
         self.headers: dict[str, StoredTensor] = {}
@@ -78,24 +81,13 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
         self.plan = conversion.plan_modules(model, config)
-        has_experts = any(conversion.looks_like_experts(name, module) for name, module in model.named_modules())
-        if config.layout == "portable" and has_experts:
-            raise ValueError(
-                'layout="portable" cannot hold fused experts: transformers with compressed-tensors drops the tensor '
-                'scales of packed ones and cannot load others beside packed linears. Use layout="auto" or "own".'
-            )
-        # A checkpoint of ours says which layout it is in; a new one is portable where every reader gets it right.
-        if self.pre_quantized:
-            self.layout = "portable" if config.is_portable else "own"
-        elif config.layout == "auto":
-            self.layout = "own" if has_experts else "portable"
-        else:
-            self.layout = config.layout
+        self.layout = self._choose_layout(model)
         if not self.pre_quantized:
-            self.loader = conversion.QuantizeOnLoad(self.plan, config)
-            self.weight_names = self.plan.weight_names(model)
             self.headers = self._read_headers(f for f in checkpoint_files or () if str(f).endswith(".safetensors"))
+            self.weight_names = self.plan.weight_names(model)
             self._check_sources(model)
+            if not config.needs_whole_model:
+                self.loader = conversion.QuantizeOnLoad(self.plan, config)
             return model
         self.headers = self._read_headers(checkpoint_files)
         self._adapt_plan(model)
@@ -103,6 +95,23 @@ class FP4HfQuantizer(HfQuantizer):
         if self.headers:
             self._check_headers(model)
         return model
+
+    def _choose_layout(self, model) -> str:
+        """A checkpoint of ours says which layout it is in; a new one is portable where every reader gets it right."""
+        config = self.quantization_config
+        if self.pre_quantized:
+            return "portable" if config.is_portable else "own"
+        reason = None
+        if any(conversion.looks_like_experts(name, module) for name, module in model.named_modules()):
+            reason = (
+                "fused experts: transformers with compressed-tensors drops the tensor scales of packed ones and "
+                "cannot load others beside packed linears"
+            )
+        elif config.outlier_fallback or any(recipe.macro_block for recipe in self.plan.linears.values()):
+            reason = "macro-blocks or outliers, which no other reader knows"
+        if config.layout == "portable" and reason:
+            raise ValueError(f'layout="portable" cannot hold {reason}. Use layout="auto" or "own".')
+        return config.layout if config.layout != "auto" else "own" if reason else "portable"
 
     def _read_headers(self, checkpoint_files) -> dict[str, StoredTensor]:
         headers: dict[str, StoredTensor] = {}
@@ -158,6 +167,7 @@ class FP4HfQuantizer(HfQuantizer):
         expected, state = {}, model.state_dict()
         for path in (*self.plan.linears, *self.plan.experts):
             module = model.get_submodule(path)
+            _size_outliers(module, path, found)
             for leaf, _ in module.named_parameters():
                 expected[f"{path}.{leaf}"] = Expected(None, tuple(module.get_parameter(leaf).shape))
             for leaf, buffer in module.named_buffers(recurse=False):
@@ -193,12 +203,12 @@ class FP4HfQuantizer(HfQuantizer):
             return param.element_size()
         path = param_name.rpartition(".")[0]
         recipe = self.plan.linears.get(path) or self.plan.experts[path]
-        return recipe.format.bits_per_weight / 8
+        return recipe.bits_per_weight / 8
 
     def update_weight_conversions(self, weight_conversions, model=None):
         """Put the conversions of packed tensors before the model's own."""
-        if self.loader is not None:
-            return weight_conversions  # the model is still dense: its own conversions, then `QuantizeOnLoad`
+        if self.dense:
+            return weight_conversions
         return conversion.weight_conversions(weight_conversions, model or self._model, self.plan, self.layout)
 
     # --- after loading -----------------------------------------------------------------------------------------------
@@ -215,9 +225,12 @@ class FP4HfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise ValueError("packed FP4 layers cannot be split by a tensor-parallel plan; load without tp_plan.")
-        if self.loader is not None:
-            self.loader.finish(model)
-            self.loader = None
+        if self.dense:
+            if self.loader is not None:
+                self.loader.finish(model)
+            else:
+                self._quantize_loaded(model)
+            self.dense, self.loader = False, None
             used = [c for c in model._weight_conversions or () if isinstance(c, PrefixChange)]
             own = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
             model._weight_conversions = self.update_weight_conversions(own + used, model)
@@ -227,12 +240,30 @@ class FP4HfQuantizer(HfQuantizer):
         self.headers, self.dtypes = {}, {}  # the model keeps its quantizer, and is copied and pickled with it
         config = self.quantization_config
         config.stored = self._stored_config(model)
-        model.num_parameters = ParameterCounter(model)
+        model.num_parameters = packing.ParameterCounter(model)
         self._report(model)
         if config.dequantize:
             self._dequantize(model, model.dtype)
             self.remove_quantization_config(model)
         return model
+
+    def _quantize_loaded(self, model) -> None:
+        """Quantize a dense model in place, which needs all of its weights at once."""
+        config = self.quantization_config
+        if self.headers:
+            stored = {name for name, _ in self._names_in_model(model, None).values()}
+            for name in [name for name in self.plan.linears if f"{name}.weight" not in stored]:
+                conversion.keep_new_head(model, self.plan, name)
+            conversion.check_complete(sorted(self.plan.weight_names(model) - stored))
+        offloaded = [name for name in self.plan.weight_names(model) if model.get_parameter(name).is_meta]
+        if offloaded:
+            raise ValueError(
+                f"{len(offloaded)} weights are offloaded (such as {offloaded[0]}), and outlier_fallback, "
+                "error_feedback and channel_weights need the whole model in memory. Load it without offloading."
+            )
+        from hf_mxfp4 import whole_model
+
+        whole_model.quantize_model(model, self.plan, config, functools.partial(_tokenizer, model))
 
     def _cast_renamed(self, model) -> None:
         """transformers 5.17 leaves parameters that it renames in the checkpoint's dtype. Delete with 5.17."""
@@ -259,10 +290,13 @@ class FP4HfQuantizer(HfQuantizer):
                     raise ValueError(f"the state dict holds no {path}.{absent[0]}, which a packed module needs.")
             prefixes = ["weight"] if isinstance(module, FP4Linear) else list(module.shapes)
             for prefix in prefixes:
+                outliers = module.packed_weight(prefix).outliers
                 scale, divisor = getattr(module, f"{prefix}_scale"), getattr(module, f"{prefix}_global_scale", None)
                 if scale.device.type == "meta":
                     continue  # offloaded to disk by accelerate
                 check_scales(f"{path}.{prefix}", module.format, scale, divisor)
+                if outliers is not None:
+                    check_outliers(outliers, getattr(module, f"{prefix}_packed"), f"{path}.{prefix}")
                 if divisor is not None and bool((divisor != divisor[..., :1]).any()):
                     raise ValueError(f"{path}.{prefix}: its merged projections have different tensor scales.")
 
@@ -301,58 +335,21 @@ class FP4HfQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model, dtype=None):
-        """Put plain modules back in the places of packed ones."""
-        offloaded = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-        if offloaded:
-            raise ValueError(
-                f"{len(offloaded)} tensors are offloaded (such as {offloaded[0]}), so the model cannot be dequantized "
-                "in place. Load it without offloading first, or with FP4Config(dequantize=True)."
-            )
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype or model.dtype
-        with torch.device("meta"):
-            skeleton = type(model)(copy.deepcopy(model.config))
-        for path, module in list(model.named_modules()):
-            if isinstance(module, FP4Linear):
-                # Parameters stay on the packed module's device; the bias is the same parameter.
-                dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-                dense.weight = nn.Parameter(module.weight.to(dtype))
-                dense.bias = None if module.bias is None else nn.Parameter(module.bias.data.to(dtype))
-            elif isinstance(module, FP4Experts):
-                dense = skeleton.get_submodule(path)
-                for name in module.shapes:
-                    setattr(dense, name, nn.Parameter(module.dequantized(name, dtype)))
-                    if module.has_bias:
-                        setattr(dense, f"{name}_bias", nn.Parameter(getattr(module, f"{name}_bias").data.to(dtype)))
-            else:
-                continue
-            dense.train(module.training)
-            if hasattr(module, "_hf_hook"):  # several devices: activations must still be moved to this one's
-                add_hook_to_module(dense, module._hf_hook)
-            model.set_submodule(path, dense)
-        for attribute in ("_weight_conversions", "num_parameters"):
-            model.__dict__.pop(attribute, None)
-        return model
+        return packing.dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-class ParameterCounter:
-    """`model.num_parameters` of a packed model: counts packed weights as the weights they stand for."""
+def _size_outliers(module: nn.Module, path: str, found: dict[str, list[tuple[str, StoredTensor]]]) -> None:
+    """Give a packed module's outlier buffers the lengths the checkpoint has (and their values its dtype)."""
+    for leaf, buffer in list(module.named_buffers(recurse=False)):
+        for _, stored in found.get(f"{path}.{leaf}", ()) if leaf.endswith(OUTLIER_ENDINGS) else ():
+            tensor = stored.empty()
+            if len(stored.shape) == 1 and tensor.is_floating_point() == buffer.is_floating_point():
+                setattr(module, leaf, tensor if tensor.is_floating_point() else tensor.to(buffer.dtype))
 
-    def __init__(self, model):
-        self.model = model
 
-    def __call__(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As `PreTrainedModel.num_parameters`; packed weights count as not trainable."""
-        total = type(self.model).num_parameters(self.model, only_trainable, exclude_embeddings)
-        if only_trainable:
-            return total
-        packed = [
-            buffer.numel() * 2
-            for module in self.model.modules()
-            if isinstance(module, (FP4Linear, FP4Experts))
-            for name, buffer in module.named_buffers(recurse=False)
-            if name.endswith("_packed")
-        ]
-        return total + sum(packed)
+def _tokenizer(model):
+    """The tokenizer that belongs to a loaded model."""
+    return transformers.AutoTokenizer.from_pretrained(model.name_or_path)
 
 
 class PortableConfig(auto.CompressedTensorsConfig):
