@@ -24,7 +24,10 @@ from safetensors import safe_open
 
 from hf_mxfp4.blocks import block_amax, round_magnitude, row_chunks
 from hf_mxfp4.checkpoints import read_header
-from hf_mxfp4.formats import MXFP4, BlockFormat
+from hf_mxfp4.formats import FORMATS, MXFP4, BlockFormat, QuantizedTensor
+from hf_mxfp4.outliers import Budget
+from hf_mxfp4.recipe import Recipe
+from hf_mxfp4.reference import dequantize
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 PARTS = ("scale", "dead", "grid")
@@ -143,8 +146,8 @@ def rounded_up_scales(weight: torch.Tensor, block_size: int, mantissa_bits: int)
     return (((bits + (1 << drop) - 1) >> drop) << drop).view(torch.float32)
 
 
-def find_matrices(folder: str | Path, block_size: int, skip: str = NOT_PACKED) -> list[tuple[Path, str]]:
-    """File and name of the floating-point matrices `[N, K]` in a folder's safetensors files, from headers alone.
+def find_matrices(folder: str | Path, block_size: int, skip: str = NOT_PACKED) -> Matrices:
+    """The floating-point matrices `[N, K]` in a folder's safetensors files, from headers alone.
 
     Args:
         folder: read without its subfolders.
@@ -157,7 +160,7 @@ def find_matrices(folder: str | Path, block_size: int, skip: str = NOT_PACKED) -
             matrix = len(shape) == 2 and shape[1] % block_size == 0 and dtype in ("BF16", "F16", "F32")
             if matrix and not re.search(skip, name):
                 found.append((path, name))
-    return found
+    return Matrices(found)
 
 
 def _natural(name: str) -> list:
@@ -165,11 +168,19 @@ def _natural(name: str) -> list:
     return [part.zfill(9) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def load_matrices(found: Iterable[tuple[Path, str]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The matrices that `find_matrices` found, by name, one at a time."""
-    for path, name in found:
-        with safe_open(path, "pt") as file:
-            yield name, file.get_tensor(name)
+class Matrices:
+    """Matrices in files, as `(file, name)`; iterating gives names and matrices, loaded one at a time."""
+
+    def __init__(self, found: list[tuple[Path, str]]):
+        self.found = found
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, name in self.found:
+            with safe_open(path, "pt") as file:
+                yield name, file.get_tensor(name)
 
 
 @dataclass
@@ -180,24 +191,32 @@ class Report:
         format, rule: what was analyzed.
         tensors: by name.
         precision: all matrices under s* rounded up to 0, 1, ... mantissa bits, by the number of bits.
+        corrections: sum of (w_hat - w)^2 of each matrix under each correction, those before it included.
     """
 
     format: str
     rule: str
     tensors: dict[str, Decomposition] = field(default_factory=dict)
     precision: dict[int, Decomposition] = field(default_factory=dict)
+    corrections: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def overall(self) -> Decomposition:
         return sum(self.tensors.values(), Decomposition())
+
+    def corrected(self, name: str | None = None) -> dict[str, float]:
+        """Error under each correction relative to the weight's energy: of one matrix, or of all together."""
+        names = list(self.tensors) if name is None else [name]
+        energy = sum(self.tensors[n].energy for n in names) or 1.0
+        return {step: sum(errors[n] for n in names) / energy for step, errors in self.corrections.items()}
 
     def to_dict(self) -> dict:
         """For JSON: a summary overall, for each tensor, and for each scale precision."""
         return {
             "format": self.format,
             "rule": self.rule,
-            "overall": self.overall.summary(),
-            "tensors": {name: part.summary() for name, part in self.tensors.items()},
+            "overall": self.overall.summary() | {"corrections": self.corrected()},
+            "tensors": {n: part.summary() | {"corrections": self.corrected(n)} for n, part in self.tensors.items()},
             "scale_precision": {bits: part.summary() for bits, part in self.precision.items()},
         }
 
@@ -213,6 +232,35 @@ def analyze(
             scale = rounded_up_scales(weight, fmt.block_size, bits)
             report.precision[bits] += decompose(weight, scale, fmt.block_size)
     return report
+
+
+def correct(report: Report, matrices: Iterable, outliers: float = 0.005) -> None:
+    """Add to a report what each correction leaves of the error, in place.
+
+    One after the other: the best block scales (`soar`), searched macro-blocks (MXFP4), and a fraction of all weights
+    kept as outliers, under one budget.
+
+    Args:
+        matrices: those the report was made of; gone through twice.
+    """
+    recipe = Recipe(FORMATS[report.format], "soar", ScaleOptions())
+    recipes = {"soar": recipe}
+    if not recipe.format.has_global_scale:
+        recipes["+ macro-blocks"] = recipe = recipe._replace(macro_block="search")
+    last = f"+ {100 * outliers:g} % outliers"
+    report.corrections = {step: {} for step in (*recipes, last)}
+    budget = Budget(outliers, report.overall.elements)
+    for name, weight in matrices:
+        for step, each in recipes.items():
+            report.corrections[step][name] = _squared_error(weight, each.quantize(weight, name))
+        recipe.count_gains(budget, weight)
+    for name, weight in matrices:
+        keep = recipe.outliers(weight, budget.threshold)
+        report.corrections[last][name] = _squared_error(weight, recipe.quantize(weight, name, keep=keep))
+
+
+def _squared_error(weight: torch.Tensor, quantized: QuantizedTensor) -> float:
+    return float((dequantize(quantized, torch.float32).double() - weight.double()).square().sum())
 
 
 def plot(report: Report, path: str | Path) -> None:
@@ -231,9 +279,12 @@ def plot(report: Report, path: str | Path) -> None:
         by_tensor.bar(range(len(rows)), heights, bottom=bottom, width=1.0, label=part)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     by_tensor.plot(range(len(rows)), [row["total"] for row in rows], "k.", markersize=3, label="total error")
+    after = [list(report.corrected(name).values())[-1:] for name in report.tensors]
+    if any(after):
+        by_tensor.plot(range(len(rows)), after, ".", color="grey", markersize=3, label="after corrections")
     by_tensor.set(title="Energy of the parts by tensor", xlabel="tensor, in file order", ylabel="energy / energy of w")
     by_tensor.set_ylim(top=1.3 * max([*bottom, 1e-9]))
-    by_tensor.legend(loc="upper center", ncols=4)
+    by_tensor.legend(loc="upper center", ncols=3)
     pairs = ("cos_scale_grid", "cos_scale_dead", "cos_dead_grid")
     cosines.boxplot([[row[pair] for row in rows] for pair in pairs])
     cosines.set_xticks(range(1, 4), [pair.removeprefix("cos_").replace("_", " and ") for pair in pairs])

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from rich.table import Table
 
 from hf_mxfp4 import analysis
@@ -32,6 +32,7 @@ def analyze(
     format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "mxfp4",
     rule: Annotated[str, typer.Option(help=f"Scale rule, one of {', '.join(SCALE_RULES)}.")] = "ceil",
     skip: Annotated[str, typer.Option(help="Regex of matrices to leave out.")] = analysis.NOT_PACKED,
+    corrections: Annotated[bool, typer.Option(help="Measure what each correction would leave of the error.")] = True,
     output: Annotated[Path, typer.Option(help="Folder for analysis.json and analysis.png.")] = Path("analysis"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON in place of the table.")] = False,
 ) -> None:
@@ -53,8 +54,11 @@ def analyze(
         raise typer.Exit(1) from error
     if not found:
         raise typer.BadParameter(f"{folder} holds no safetensors file with matrices to quantize.", param_hint="FOLDER")
-    matrices = track(analysis.load_matrices(found), "analyzing", total=len(found), console=console)
-    report = analysis.analyze(matrices, FORMATS[format], rule)
+    report = analysis.analyze(track(found, "analyzing", console=console), FORMATS[format], rule)
+    if corrections:
+        with Progress(console=console) as progress:
+            task = progress.add_task("correcting", total=2 * len(found))
+            analysis.correct(report, _Tracked(found, lambda: progress.advance(task)))
     output.mkdir(parents=True, exist_ok=True)
     (output / "analysis.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     analysis.plot(report, output / "analysis.png")
@@ -62,7 +66,22 @@ def analyze(
         print(json.dumps(report.to_dict(), indent=2))
     else:
         Console().print(_table(report))
+        if corrections:
+            steps = {rule: report.overall.summary()["total"]} | report.corrected()
+            Console().print("error: " + ", ".join(f"{step} {error:.5f}" for step, error in steps.items()))
     console.print(f"wrote {output / 'analysis.json'} and {output / 'analysis.png'}")
+
+
+class _Tracked:
+    """An iterable that may be gone through more than once and tells of each step."""
+
+    def __init__(self, iterable, advance):
+        self.iterable, self.advance = iterable, advance
+
+    def __iter__(self):
+        for item in self.iterable:
+            yield item
+            self.advance()
 
 
 COLUMNS = {"total": "total", "scale": "scale", "dead": "dead", "grid": "grid"} | {

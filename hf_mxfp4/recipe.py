@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_mxfp4 import reference
+from hf_mxfp4 import macro_block, reference
 from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, BlockFormat, QuantizedTensor
+from hf_mxfp4.outliers import Budget, select
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 RECIPE_KEYS = ("format", "scale_rule", "search", "global_scale", "iterations", "macro_block")
@@ -27,6 +28,23 @@ class Recipe(NamedTuple):
         """Quantize `weight` `[..., K]` by this recipe; see `reference.quantize`."""
         rule = (self.format, self.scale_rule, self.options)
         return reference.quantize(weight, *rule, channel_weights, name, self.macro_block, keep)
+
+    def macro_factors(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Macro factors uint8 `[..., N, ceil(K/128)]` of a whole weight `[..., N, K]`, or `None`."""
+        if self.macro_block is None:
+            return None
+        rows = weight.reshape(-1, weight.shape[-1])
+        static = self.macro_block == "static"
+        factors = macro_block.static_factors(rows) if static else macro_block.search(rows, self.format)[1]
+        return factors.view(*weight.shape[:-1], -1)
+
+    def count_gains(self, budget: Budget, weight: torch.Tensor) -> None:
+        """Show a budget of outliers a weight `[..., N, K]`."""
+        budget.add(weight, self.format, self.macro_factors(weight))
+
+    def outliers(self, weight: torch.Tensor, threshold: float) -> torch.Tensor:
+        """bool `[..., N, K]`: the entries to keep, by the threshold of a budget that has seen all weights."""
+        return select(weight, self.format, threshold, self.macro_factors(weight))
 
     @property
     def bits_per_weight(self) -> float:

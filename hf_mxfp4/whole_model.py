@@ -15,9 +15,8 @@ from hf_mxfp4 import calibration, packing
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.error_feedback import Hessian, quantize_with_feedback
 from hf_mxfp4.formats import Outliers, QuantizedTensor
-from hf_mxfp4.macro_block import search, static_factors
 from hf_mxfp4.modules import FP4Experts
-from hf_mxfp4.outliers import Budget, select
+from hf_mxfp4.outliers import Budget
 from hf_mxfp4.packing import Plan
 from hf_mxfp4.recipe import Recipe
 
@@ -65,7 +64,7 @@ class Packer:
             budget = Budget(config.outlier_fallback, sum(weights))
             with tqdm(total=len(weights), desc="Looking for outliers", leave=False) as bar:
                 for recipe, weight in self._matrices():
-                    budget.add(weight, recipe.format, _macro_factors(weight, recipe))
+                    recipe.count_gains(budget, weight)
                     bar.update()
             self.threshold = budget.threshold
 
@@ -86,9 +85,7 @@ class Packer:
         return weight.transpose(1, 2) if experts.is_transposed else weight
 
     def _keep(self, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
-        if self.threshold is None:
-            return None
-        return select(weight, recipe.format, self.threshold, _macro_factors(weight, recipe))
+        return None if self.threshold is None else recipe.outliers(weight, self.threshold)
 
     def _quantize(
         self, weight: torch.Tensor, recipe: Recipe, name: str, hessian: Hessian | None, keep: torch.Tensor | None
@@ -144,15 +141,6 @@ class Packer:
             for leaf, buffer in buffers.items():
                 setattr(module, leaf, buffer)
             packing.place(self.model, path, module)
-
-
-def _macro_factors(weight: torch.Tensor, recipe: Recipe) -> torch.Tensor | None:
-    """Macro factors uint8 `[..., N, ceil(K/128)]` of a whole weight `[..., N, K]`, or `None`."""
-    if recipe.macro_block is None:
-        return None
-    rows = weight.reshape(-1, weight.shape[-1])
-    factors = static_factors(rows) if recipe.macro_block == "static" else search(rows, recipe.format)[1]
-    return factors.view(*weight.shape[:-1], -1)
 
 
 def _stack(parts: list[QuantizedTensor]) -> QuantizedTensor:

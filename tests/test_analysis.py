@@ -17,10 +17,10 @@ from hf_mxfp4.analysis import (
     PARTS,
     Decomposition,
     analyze,
+    correct,
     decompose,
     error_parts,
     find_matrices,
-    load_matrices,
     plot,
     rounded_up_scales,
     rule_scales,
@@ -87,6 +87,23 @@ def test_minilm_figures(minilm):
     assert overall["zeroed"] == pytest.approx(0.086, abs=0.001)
 
 
+@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=repr)
+def test_corrections(fmt):
+    """Each leaves less of the error than the one before it, in every matrix and over all."""
+    matrices = {name: torch.randn(16, 256) ** 3 for name in "ab"}
+    report = analyze(matrices.items(), fmt, "amax", precisions=())
+    correct(report, matrices.items(), outliers=0.01)
+    for name in (None, "a", "b"):
+        part = report.overall if name is None else report.tensors[name]
+        errors = [part.summary()["total"], *report.corrected(name).values()]
+        assert len(errors) == (4 if fmt is MXFP4 else 3) and errors == sorted(errors, reverse=True)
+        assert errors[-1] < 0.8 * errors[1]
+    assert report.to_dict()["tensors"]["a"]["corrections"] == report.corrected("a")
+    soar = reference.dequantize(reference.quantize(matrices["a"], fmt), torch.float32)
+    found = float((soar - matrices["a"]).double().square().sum())
+    assert report.corrections["soar"]["a"] == pytest.approx(found, rel=1e-9)
+
+
 def test_folder_and_figure(tmp_path):
     """A folder is read without a model: matrices that would be quantized, and no others."""
     tensors = {
@@ -97,11 +114,13 @@ def test_folder_and_figure(tmp_path):
         "model.layers.1.mlp.up_proj.weight": torch.randn(16, 64),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    report = analyze(load_matrices(find_matrices(tmp_path, 32)), MXFP4, "soar")
+    found = find_matrices(tmp_path, 32)
+    report = analyze(found, MXFP4, "soar")
+    assert len(found) == 2 and report.corrected() == {}
     assert list(report.tensors) == [name for name in tensors if name.endswith("up_proj.weight")]
     saved = json.loads(json.dumps(report.to_dict()))
     assert set(saved["overall"]) >= {*PARTS, "total", "overshoot", "zeroed"} and len(saved["scale_precision"]) == 8
     assert LOWEST < saved["overall"]["overshoot"] < HIGHEST
     plot(report, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert analyze(load_matrices(find_matrices(tmp_path, 16)), NVFP4, "soar").overall.summary()["total"] < 0.02
+    assert analyze(find_matrices(tmp_path, 16), NVFP4, "soar").overall.summary()["total"] < 0.02
