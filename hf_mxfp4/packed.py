@@ -137,8 +137,9 @@ class PackedModule(nn.Module):
         return self
 
     def __getstate__(self):
-        # torch (2.13) cannot unpickle float8 tensors outside torch.save: scales travel as bytes.
-        buffers = {n: b.view(torch.uint8) if b.itemsize == 1 else b for n, b in self._buffers.items()}
+        # torch (2.13) cannot unpickle float8 and uint16 tensors outside torch.save.
+        travel = {torch.float8_e4m3fn: torch.uint8, torch.uint16: torch.int16}
+        buffers = {name: buffer.view(travel.get(buffer.dtype, buffer.dtype)) for name, buffer in self._buffers.items()}
         return {**self.__dict__, "_buffers": buffers}
 
     def __setstate__(self, state):
@@ -146,6 +147,8 @@ class PackedModule(nn.Module):
         for name, buffer in self._buffers.items():
             if name.endswith("_scale") and buffer.itemsize == 1:
                 self._buffers[name] = buffer.view(self.format.scale_dtype)
+            elif buffer.dtype == torch.int16:
+                self._buffers[name] = buffer.view(torch.uint16)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, buffer in self._buffers.items():

@@ -90,6 +90,8 @@ class FP4HfQuantizer(HfQuantizer):
                 self.loader = conversion.QuantizeOnLoad(self.plan, config)
             return model
         self.headers = self._read_headers(checkpoint_files)
+        if config.outlier_fallback and not self.headers:
+            raise ValueError("a model with outliers is loaded from safetensors files, not from a state dict.")
         self._adapt_plan(model)
         packing.replace_with_empty(model, self.plan, config)
         if self.headers:

@@ -40,8 +40,8 @@ every_correction = pytest.mark.parametrize("fields", CORRECTIONS.values(), ids=C
 
 def load(name: str, folder=None, **fields):
     """A tiny model, quantized while it loads."""
-    config = FP4Config(**fields) if fields else None
-    return auto_class(name).from_pretrained(folder or source(name), quantization_config=config)
+    more = {"quantization_config": FP4Config(**fields)} if fields else {}
+    return auto_class(name).from_pretrained(folder or source(name), **more)
 
 
 def outlier_count(model) -> int:
@@ -123,11 +123,9 @@ def test_moved_copied_pickled_cast(fields):
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same_tensors(state, twin.state_dict())
         assert torch.equal(outputs(twin), expected)
-    packed = {n: b.clone() for n, b in model.named_buffers() if "weight_" in n}
-    assert_same_tensors(packed, {n: b for n, b in model.float().named_buffers() if "weight_" in n})
-    assert torch.isfinite(outputs(model)).all()
-    meta = load("qwen3", **fields).to("meta")
-    assert all(b.is_meta for b in meta.buffers())
+    packed = {n: b.clone() for n, b in model.model.layers.named_buffers()}
+    assert_same_tensors(packed, dict(model.model.layers.float().named_buffers()))
+    assert all(buffer.is_meta for buffer in model.model.layers.to("meta").buffers())
 
 
 @every_correction
@@ -217,7 +215,7 @@ def test_a_state_dict_with_outliers_is_refused(tmp_path):
     model.save_pretrained(tmp_path)
     state, config = load_file(tmp_path / "model.safetensors"), transformers.AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="safetensors files"):
-        transformers.AutoModelForCausalLM.from_pretrained(None, config=config, state_dict=state)
+        transformers.Qwen3ForCausalLM.from_pretrained(None, config=config, state_dict=state)
 
 
 def test_weights_that_cannot_be_quantized(tmp_path):
@@ -272,14 +270,12 @@ def test_calibrated_on_itself(name, fields, tmp_path):
 def test_feedback_serves_the_outputs():
     """Logits come nearer to the full-precision model's than with plain SOAR."""
     dense = load("qwen3")
-    plain = load("qwen3")
     expected = outputs(dense, 8).double()
     errors = {}
     for label, fields in (("plain", {}), ("feedback", {"error_feedback": True, "calibration": "random"} | SMALL)):
         model = load("qwen3", format="mxfp4", **fields)
         errors[label] = float((outputs(model, 8).double() - expected).square().sum())
     assert errors["feedback"] < 0.8 * errors["plain"]
-    assert plain is not dense
 
 
 def test_calibration_dir(tmp_path):
