@@ -9,7 +9,9 @@ Each operator is declared once below: schema, checks, shape, gradient. Its imple
     "torch"   plain torch on any device: the weight is decoded chunk by chunk into a scratch buffer
 
 With "auto", many tokens at once (`FUSED_TOKENS`) also go through chunks, decoded by a kernel. Products of chunks are
-`F.linear` of the dequantized weight in x's dtype, up to the order of its sums. Nothing is kept between calls.
+`F.linear` of the dequantized weight in x's dtype, up to the order of its sums. Weights with macro factors are never
+rounded to 16 bits: they take the fused kernel for any number of tokens, or are multiplied in float32. Nothing is kept
+between calls.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ import torch
 from torch.nn import functional as F
 
 from hf_mxfp4 import reference
-from hf_mxfp4.formats import FORMATS, QuantizedTensor
+from hf_mxfp4.formats import MACRO_BLOCK, QuantizedTensor
+from hf_mxfp4.operands import COUNT, DTYPES, SCHEMA, check_dtype, check_input, check_weight, operands
 
-BACKENDS = ("auto", "triton", "torch")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FUSED_TOKENS = 1024  # from here on decoding once and a dense product are faster than the fused kernel
 CHUNK_WEIGHTS = {"cpu": 1 << 20}  # weights decoded at once: 4 MB in float32 stay in a core's caches
 CHUNK_WEIGHTS_ELSEWHERE = 1 << 26
 
 
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> torch.Tensor:
-    """Decode a packed weight, `E2M1[code] * scale * global_scale`, formed in float32 and rounded once.
+    """Decode a packed weight, `E2M1[code] * scale * macro * global_scale`, formed in float32 and rounded once, and put
+    its outliers in place.
 
     Args:
         weight (`QuantizedTensor`): `[..., N, K]`; `global_scale` float32 `[...]` or `None`.
@@ -62,7 +64,7 @@ def linear(
     Returns:
         `torch.Tensor` `[..., N]` in x's dtype (the autocast dtype under autocast).
     """
-    x, bias = _autocast(x, bias)
+    x, bias = autocast_inputs(x, bias)
     return torch.ops.hf_mxfp4.linear(x, None, *operands(weight), bias, weight.format.name, backend)
 
 
@@ -87,92 +89,17 @@ def grouped_linear(
     Returns:
         `torch.Tensor` `[T, N]` in x's dtype (the autocast dtype under autocast). Differentiable as `linear` is.
     """
-    x, bias = _autocast(x, bias)
+    x, bias = autocast_inputs(x, bias)
     return torch.ops.hf_mxfp4.linear(x, offsets, *operands(weight), bias, weight.format.name, backend)
 
 
-def operands(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`packed`, `scale` as bytes, `global_scale`: a weight as the operators take it, next to its format's name.
-
-    Bytes, since `torch.library.opcheck` compares inputs before and after, which torch cannot do for float8.
-    """
-    found, fmt = weight.scale.dtype, weight.format
-    if found != fmt.scale_dtype:  # no torch._check_type: torch.compile of 2.11 cannot trace it
-        raise TypeError(f"scale: dtype {found}, expected {fmt.scale_dtype} for {fmt.name}.")
-    return weight.packed, weight.scale.view(torch.uint8), weight.global_scale
-
-
-def _autocast(x, bias):
+def autocast_inputs(x, bias):
     """Cast as autocast does for `F.linear`: every float dtype but float64. Scales stay as they are."""
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
         bias = bias.to(dtype) if bias is not None and bias.dtype != torch.float64 else bias
     return x, bias
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_dtype(name: str, found: torch.dtype, *allowed: torch.dtype) -> None:
-    torch._check_type(found in allowed, lambda: f"{name}: dtype {found}, expected {' or '.join(map(str, allowed))}.")
-
-
-def _check_shape(name: str, tensor, expected: tuple, why: str) -> None:
-    found = tuple(tensor.shape)
-    torch._check_value(found == expected, lambda: f"{name}: shape {found}, expected {expected}: {why}.")
-
-
-def _check_devices(**tensors) -> None:
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    torch._check(
-        len(set(devices.values())) == 1,
-        lambda: "All tensors must be on one device: " + ", ".join(f"{n} is on {d}" for n, d in devices.items()) + ".",
-    )
-
-
-def _check_weight(packed, scale, global_scale, format: str, ndim: int | None, backend: str) -> QuantizedTensor:
-    """The weight as a `QuantizedTensor`, its dtypes, shapes and devices checked; `ndim` is what it must have."""
-    torch._check_value(format in FORMATS, lambda: f"format={format!r}: expected one of {', '.join(FORMATS)}.")
-    torch._check_value(backend in BACKENDS, lambda: f"backend={backend!r}: expected one of {', '.join(BACKENDS)}.")
-    fmt = FORMATS[format]
-    _check_dtype("packed", packed.dtype, torch.uint8)
-    _check_dtype("scale", scale.dtype, torch.uint8)
-    torch._check_value(
-        packed.ndim == ndim if ndim else packed.ndim > 0,
-        lambda: f"packed: shape {tuple(packed.shape)}, expected {ndim or 'at least one'} dimensions, the last of K/2.",
-    )
-    *lead, byte = packed.shape
-    torch._check_value(
-        2 * byte % fmt.block_size == 0,
-        lambda: f"packed: {2 * byte} weights a row are not a multiple of {fmt.name}'s block size {fmt.block_size}.",
-    )
-    _check_shape("scale", scale, (*lead, 2 * byte // fmt.block_size), f"one for {fmt.block_size} weights along a row")
-    if global_scale is not None:
-        _check_dtype("global_scale", global_scale.dtype, torch.float32)
-        if tuple(global_scale.shape) != (1,) or len(lead) > 1:
-            _check_shape("global_scale", global_scale, tuple(lead[:-1]), "one for each matrix")
-    _check_devices(packed=packed, scale=scale, global_scale=global_scale)
-    return QuantizedTensor(packed, fmt.scale_from_bytes(scale), global_scale, fmt)
-
-
-def _check_input(x, name: str, features: int, weight: QuantizedTensor, bias=None, offsets=None) -> None:
-    """Check the activations (or a gradient) whose last dimension must be `features`, the bias, and the offsets."""
-    _check_dtype(name, x.dtype, *DTYPES)
-    torch._check_value(
-        x.ndim > 0 and x.shape[-1] == features and (offsets is None or x.ndim == 2),
-        lambda: (
-            f"{name}: shape {tuple(x.shape)}, expected [{'...' if offsets is None else 'T'}, {features}] for a weight "
-            f"of shape {tuple(weight.shape)}."
-        ),
-    )
-    if bias is not None:
-        _check_dtype("bias", bias.dtype, *DTYPES)
-        _check_shape("bias", bias, tuple(weight.shape[:-1]), "one for each output")
-    if offsets is not None:
-        _check_dtype("offsets", offsets.dtype, torch.int32)
-        _check_shape("offsets", offsets, (weight.shape[0] + 1,), "one more than experts")
-    _check_devices(**{name: x}, packed=weight.packed, bias=bias, offsets=offsets)
 
 
 # --- which implementation --------------------------------------------------------------------------------------------
@@ -221,12 +148,16 @@ def _warn_slow(reason: str) -> None:
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-def _decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool) -> torch.Tensor:
-    if not kernels:
-        return reference.dequantize(weight, dtype)
-    from hf_mxfp4.kernels.dequantize import dequantize
+def _decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool, first: int = 0) -> torch.Tensor:
+    """Decoded weight; its columns are those from `first` on, as far as outliers (which are not cut) are concerned."""
+    if kernels:
+        from hf_mxfp4.kernels.dequantize import dequantize
 
-    return dequantize(weight, dtype)
+        return dequantize(weight, dtype, first)
+    dense = reference.dequantize(weight._replace(outliers=None), dtype)
+    if weight.outliers is not None:
+        reference.scatter_outliers(dense.view(-1, dense.shape[-1]), weight.outliers, first)
+    return dense
 
 
 def _chunks(length: int, other: int, step: int, device: torch.device) -> list[slice]:
@@ -236,32 +167,47 @@ def _chunks(length: int, other: int, step: int, device: torch.device) -> list[sl
     return [slice(start, start + size) for start in range(0, length, size)]
 
 
+def _product_dtype(x: torch.Tensor, weight: QuantizedTensor) -> torch.dtype:
+    """What x is multiplied in: a weight times its macro factor has 11 significant bits, bfloat16 has 8."""
+    return x.dtype if weight.macro is None else torch.promote_types(x.dtype, torch.float32)
+
+
 def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool) -> torch.Tensor:
     """`x [T, K] @ W.T + bias` by chunks of W's rows."""
-    (n, k), fmt = weight.shape, weight.format
-    bias = None if bias is None else bias.to(x.dtype)
+    (n, k), dtype = weight.shape, _product_dtype(x, weight)
+    wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
     chunks = _chunks(n, k, 1, x.device) if x.shape[0] else []
     if len(chunks) == 1:
-        return F.linear(x, _decode(weight, x.dtype, kernels), bias)
+        return F.linear(wide, _decode(weight, dtype, kernels), bias).to(x.dtype)
     out = x.new_empty(x.shape[0], n)
     for rows in chunks:
-        part = QuantizedTensor(weight.packed[rows], weight.scale[rows], weight.global_scale, fmt)
-        out[:, rows] = F.linear(x, _decode(part, x.dtype, kernels), None if bias is None else bias[rows])
+        dense = _decode(weight.rows(rows), dtype, kernels)
+        out[:, rows] = F.linear(wide, dense, None if bias is None else bias[rows])
     return out
 
 
 def _product_grad(grad: torch.Tensor, weight: QuantizedTensor, kernels: bool) -> torch.Tensor:
     """`grad [T, N] @ W` by chunks of W's columns: each sum over N is one product, never added up in low precision."""
-    (n, k), fmt = weight.shape, weight.format
-    chunks = _chunks(k, n, fmt.block_size, grad.device) if grad.shape[0] else []
+    (n, k), dtype = weight.shape, _product_dtype(grad, weight)
+    wide, step = grad.to(dtype), weight.format.block_size if weight.macro is None else MACRO_BLOCK
+    chunks = _chunks(k, n, step, grad.device) if grad.shape[0] else []
     if len(chunks) == 1:
-        return grad @ _decode(weight, grad.dtype, kernels)
+        return (wide @ _decode(weight, dtype, kernels)).to(grad.dtype)
     out = grad.new_empty(grad.shape[0], k)
     for columns in chunks:
-        byte, block = (slice(columns.start // d, columns.stop // d) for d in (2, fmt.block_size))
-        part = QuantizedTensor(weight.packed[:, byte], weight.scale[:, block], weight.global_scale, fmt)
-        out[:, columns] = grad @ _decode(part, grad.dtype, kernels)
+        part = _columns(weight, columns)
+        out[:, columns] = wide @ _decode(part, dtype, kernels, columns.start)
     return out
+
+
+def _columns(weight: QuantizedTensor, columns: slice) -> QuantizedTensor:
+    """Columns of a matrix, from a whole (macro-)block on, as views; the outliers stay those of all columns."""
+
+    def cut(tensor, each):
+        return None if tensor is None else tensor[:, columns.start // each : -(-columns.stop // each)]
+
+    packed, scale = cut(weight.packed, 2), cut(weight.scale, weight.format.block_size)
+    return weight._replace(packed=packed, scale=scale, macro=cut(weight.macro, MACRO_BLOCK))
 
 
 def _by_expert(x, offsets, weight: QuantizedTensor, bias, product: Callable, features: int) -> torch.Tensor:
@@ -272,8 +218,7 @@ def _by_expert(x, offsets, weight: QuantizedTensor, bias, product: Callable, fea
         raise ValueError(f"offsets: {bounds} must rise from >= 0 to at most the number of rows, {x.shape[0]}.")
     for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start < end:
-            own = QuantizedTensor(*(None if t is None else t[expert] for t in weight[:3]), weight.format)
-            out[start:end] = product(x[start:end], own, None if bias is None else bias[expert])
+            out[start:end] = product(x[start:end], weight.matrix(expert), None if bias is None else bias[expert])
     return out
 
 
@@ -286,7 +231,8 @@ def _run(x, offsets, weight: QuantizedTensor, bias, backend: str, grad: bool) ->
     def product(rows, weight, bias):
         return _product_grad(rows, weight, kernels) if grad else _product(rows, weight, bias, kernels)
 
-    if kernels and (offsets is not None or backend == "triton" or rows.shape[0] < FUSED_TOKENS):
+    fused = offsets is not None or weight.macro is not None or backend == "triton" or rows.shape[0] < FUSED_TOKENS
+    if kernels and fused:
         from hf_mxfp4.kernels import gemm
 
         out = gemm.linear_grad(rows, weight, offsets) if grad else gemm.linear(rows, weight, bias, offsets)
@@ -300,52 +246,59 @@ def _run(x, offsets, weight: QuantizedTensor, bias, backend: str, grad: bool) ->
 # --- operators -------------------------------------------------------------------------------------------------------
 
 
-def _check_dequantize(packed, scale, global_scale, format, dtype, backend) -> QuantizedTensor:
-    _check_dtype("output", dtype, *DTYPES)
-    return _check_weight(packed, scale, global_scale, format, None, backend)
+def _check_dequantize(*arguments) -> QuantizedTensor:
+    *weight, format, dtype, backend = arguments
+    check_dtype("output", dtype, *DTYPES)
+    return check_weight(weight, format, None, backend)
 
 
-def _dequantize(packed, scale, global_scale, format, dtype, backend):
-    weight = _check_dequantize(packed, scale, global_scale, format, dtype, backend)
-    return _decode(weight, dtype, use_kernels(packed.device, dtype, backend))
+def _dequantize(*arguments):
+    weight, (dtype, backend) = _check_dequantize(*arguments), arguments[-2:]
+    return _decode(weight, dtype, use_kernels(weight.packed.device, dtype, backend))
 
 
-def _dequantize_fake(packed, scale, global_scale, format, dtype, backend):
-    weight = _check_dequantize(packed, scale, global_scale, format, dtype, backend)
-    return packed.new_empty(weight.shape, dtype=dtype)
+def _dequantize_fake(*arguments):
+    weight, dtype = _check_dequantize(*arguments), arguments[-2]
+    return weight.packed.new_empty(weight.shape, dtype=dtype)
 
 
-def _check_linear(x, offsets, packed, scale, global_scale, bias, format, backend, grad) -> QuantizedTensor:
-    weight = _check_weight(packed, scale, global_scale, format, 2 if offsets is None else 3, backend)
-    _check_input(x, "grad" if grad else "x", weight.shape[-2 if grad else -1], weight, bias, offsets)
+def _check_linear(x, offsets, *arguments, grad) -> QuantizedTensor:
+    *weight, bias, format, backend = arguments
+    weight = check_weight(weight, format, 2 if offsets is None else 3, backend)
+    check_input(x, "grad" if grad else "x", weight.shape[-2 if grad else -1], weight, bias, offsets)
     return weight
 
 
-def _linear(x, offsets, packed, scale, global_scale, bias, format, backend, grad=False):
-    weight = _check_linear(x, offsets, packed, scale, global_scale, bias, format, backend, grad)
+def _linear(x, offsets, *arguments, grad=False):
+    weight, (bias, _, backend) = _check_linear(x, offsets, *arguments, grad=grad), arguments[-3:]
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)  # whose casts would only undo the caller's choice of dtypes
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         return _run(x, offsets, weight, bias, backend, grad)
 
 
-def _linear_fake(x, offsets, packed, scale, global_scale, bias, format, backend, grad=False):
-    weight = _check_linear(x, offsets, packed, scale, global_scale, bias, format, backend, grad)
+def _linear_fake(x, offsets, *arguments, grad=False):
+    weight = _check_linear(x, offsets, *arguments, grad=grad)
     return x.new_empty(*x.shape[:-1], weight.shape[-1 if grad else -2])
 
 
-def _linear_grad(grad, offsets, packed, scale, global_scale, format, backend):
-    return _linear(grad, offsets, packed, scale, global_scale, None, format, backend, grad=True)
+def _linear_grad(grad, offsets, *arguments):
+    *weight, format, backend = arguments
+    return _linear(grad, offsets, *weight, None, format, backend, grad=True)
 
 
-def _linear_grad_fake(grad, offsets, packed, scale, global_scale, format, backend):
-    return _linear_fake(grad, offsets, packed, scale, global_scale, None, format, backend, grad=True)
+def _linear_grad_fake(grad, offsets, *arguments):
+    *weight, format, backend = arguments
+    return _linear_fake(grad, offsets, *weight, None, format, backend, grad=True)
+
+
+_BIAS = 2 + COUNT  # its place among `linear`'s arguments
 
 
 def _save(ctx, inputs, output) -> None:
     """For either operator: offsets, the packed weight and the options are kept, and of a bias its dtype."""
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.bias_dtype, ctx.options = getattr(inputs[5], "dtype", None), inputs[-2:]
+    ctx.save_for_backward(*inputs[1:_BIAS])
+    ctx.bias_dtype, ctx.options = getattr(inputs[_BIAS], "dtype", None), inputs[-2:]
 
 
 def _backward_linear(ctx, grad):
@@ -353,10 +306,10 @@ def _backward_linear(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         grad_x = torch.ops.hf_mxfp4.linear_grad(grad, offsets, *weight, *ctx.options)
-    if ctx.needs_input_grad[5]:
+    if ctx.needs_input_grad[_BIAS]:
         rows = grad.reshape(-1, grad.shape[-1])
         grad_bias = (rows.sum(0) if offsets is None else _sum_by_expert(rows, offsets)).to(ctx.bias_dtype)
-    return grad_x, None, None, None, None, grad_bias, None, None
+    return grad_x, *[None] * (1 + COUNT), grad_bias, None, None
 
 
 def _sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -369,7 +322,7 @@ def _sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 def _backward_linear_grad(ctx, grad):
     offsets, *weight = ctx.saved_tensors
-    return torch.ops.hf_mxfp4.linear(grad, offsets, *weight, None, *ctx.options), *[None] * 6
+    return torch.ops.hf_mxfp4.linear(grad, offsets, *weight, None, *ctx.options), *[None] * (3 + COUNT)
 
 
 def define_operator(name: str, schema: str, implementation: Callable, fake: Callable, *autograd: Callable) -> None:
@@ -383,18 +336,17 @@ def define_operator(name: str, schema: str, implementation: Callable, fake: Call
         torch.library.register_autograd(name, backward, setup_context=save)
 
 
-_WEIGHT = "Tensor packed, Tensor scale, Tensor? global_scale"
 define_operator(
-    "dequantize", f"({_WEIGHT}, str format, ScalarType dtype, str backend) -> Tensor", _dequantize, _dequantize_fake
+    "dequantize", f"({SCHEMA}, str format, ScalarType dtype, str backend) -> Tensor", _dequantize, _dequantize_fake
 )
 # With offsets a stack of matrices, one for each expert; without, one matrix.
 define_operator(
     "linear",
-    f"(Tensor x, Tensor? offsets, {_WEIGHT}, Tensor? bias, str format, str backend) -> Tensor",
+    f"(Tensor x, Tensor? offsets, {SCHEMA}, Tensor? bias, str format, str backend) -> Tensor",
     *(_linear, _linear_fake, _save, _backward_linear),
 )
 define_operator(
     "linear_grad",
-    f"(Tensor grad, Tensor? offsets, {_WEIGHT}, str format, str backend) -> Tensor",
+    f"(Tensor grad, Tensor? offsets, {SCHEMA}, str format, str backend) -> Tensor",
     *(_linear_grad, _linear_grad_fake, _save, _backward_linear_grad),
 )

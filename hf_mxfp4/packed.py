@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_mxfp4.formats import MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
+from hf_mxfp4.quantization import fake_quantize
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 _OUTLIERS = tuple(f"outlier_{name}" for name in Outliers._fields)
@@ -83,11 +84,7 @@ class PackedModule(nn.Module):
     def _activations(self, x: torch.Tensor) -> torch.Tensor:
         """x as the product takes it: in the compute dtype, and rounded to FP4 where that is asked for (W4A4)."""
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        if self.activation_format is None:
-            return x
-        from hf_mxfp4.quantization import fake_quantize
-
-        return fake_quantize(x, self.format, self.backend)
+        return x if self.activation_format is None else fake_quantize(x, self.format, self.backend)
 
     def _load_packed(self, prefix: str, weight: QuantizedTensor) -> None:
         """Take over the tensors of `weight` (no copy); the tensor scale is stored as its reciprocal."""

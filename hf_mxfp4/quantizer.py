@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from hf_mxfp4 import conversion, packing
+from hf_mxfp4 import conversion, packing, whole_model
 from hf_mxfp4.checkpoints import (
     FULL_PRECISION,
     HF_MXFP4_KEY,
@@ -263,8 +263,6 @@ class FP4HfQuantizer(HfQuantizer):
                 f"{len(offloaded)} weights are offloaded (such as {offloaded[0]}), and outlier_fallback, "
                 "error_feedback and channel_weights need the whole model in memory. Load it without offloading."
             )
-        from hf_mxfp4 import whole_model
-
         whole_model.quantize_model(model, self.plan, config, functools.partial(_tokenizer, model))
 
     def _cast_renamed(self, model) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_mxfp4 import macro_block, reference
+from hf_mxfp4 import macro_block, quantization, reference
 from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, BlockFormat, QuantizedTensor
 from hf_mxfp4.outliers import Budget, select
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
@@ -25,9 +25,10 @@ class Recipe(NamedTuple):
     macro_block: str | None = None
 
     def quantize(self, weight: torch.Tensor, name="weight", channel_weights=None, keep=None) -> QuantizedTensor:
-        """Quantize `weight` `[..., K]` by this recipe; see `reference.quantize`."""
+        """Quantize `weight` `[..., K]` by this recipe; see `quantization.quantize`."""
         rule = (self.format, self.scale_rule, self.options)
-        return reference.quantize(weight, *rule, channel_weights, name, self.macro_block, keep)
+        corrections = {"macro_block": self.macro_block, "keep": keep}
+        return quantization.quantize(weight, *rule, channel_weights, name, **corrections)
 
     def macro_factors(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Macro factors uint8 `[..., N, ceil(K/128)]` of a whole weight `[..., N, K]`, or `None`."""

@@ -10,9 +10,19 @@ import math
 
 import torch
 
-from hf_mxfp4.blocks import blocked_magnitudes, round_magnitude, row_chunks
-from hf_mxfp4.formats import E2M1_VALUES, FORMATS, MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
-from hf_mxfp4.macro_block import MODES, block_factors
+from hf_mxfp4.blocks import blocked_magnitudes, e4m3_bytes, floor_log2, power_of_two, round_magnitude, row_chunks
+from hf_mxfp4.formats import (
+    E2M1_MAX,
+    E2M1_VALUES,
+    E4M3_MAX,
+    FORMATS,
+    MACRO_BLOCK,
+    BlockFormat,
+    Outliers,
+    QuantizedTensor,
+)
+from hf_mxfp4.macro_block import MODES, block_factors, search, static_factors
+from hf_mxfp4.outliers import collect
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions, Scales
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -133,7 +143,7 @@ def quantize(
         torch.stack(global_scale).view(stack) if fmt.has_global_scale else None,
         fmt,
         torch.cat(macro).view(*lead, -(-k // MACRO_BLOCK)) if macro_block else None,
-        None if keep is None else __import__("hf_mxfp4.outliers", fromlist=["x"]).collect(weight, keep),
+        None if keep is None else collect(weight, keep),
     )
 
 
@@ -159,8 +169,6 @@ def _choose_scales(matrix, fmt, rule, options, channel_weights, macro_block) -> 
     """Scales of a matrix `[N, K]`, and its macro factors uint8 `[N, ceil(K/128)]` or `None`."""
     if macro_block is None:
         return rule(matrix, fmt, options, channel_weights), None
-    from hf_mxfp4.macro_block import search, static_factors
-
     if macro_block == "search":
         return search(matrix, fmt, channel_weights)
     factor = static_factors(matrix)
@@ -254,3 +262,29 @@ def linear(x: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None =
     """`x [..., K] @ dequantize(weight [N, K]).T + bias`, formed in float64 and rounded once to `x.dtype`."""
     out = x.to(torch.float64) @ dequantize(weight, torch.float64).T
     return (out if bias is None else out + bias.to(torch.float64)).to(x.dtype)
+
+
+@torch.no_grad()
+def fake_quantize(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
+    """Activations `[..., K]` rounded to the format and back: rule `amax`, with a tensor scale for each token.
+
+    K is a multiple of the block size. The result has x's dtype; it is formed in float32 and rounded once. A block with
+    NaN or Inf comes out as NaN; so does the whole token where the format has a tensor scale, which is then unknown.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, rows_out = x.reshape(-1, x.shape[-1]), out.view(-1, x.shape[-1])
+    for part in row_chunks(rows):
+        magnitude = blocked_magnitudes(rows[part], fmt.block_size)
+        amax = peak = magnitude.amax(-1, keepdim=True)
+        # Tensors as divisors: by a number, CUDA multiplies with its reciprocal instead.
+        if fmt.has_global_scale:
+            peak = amax.amax(-2, keepdim=True)
+            global_scale = (peak / peak.new_full((), E2M1_MAX * E4M3_MAX)).clamp(2.0**-125, 2.0**125)
+            scale = fmt.decode_scale(e4m3_bytes(amax / amax.new_full((), E2M1_MAX) / global_scale).to(torch.uint8))
+        else:
+            global_scale = peak.new_ones(())
+            scale = power_of_two(floor_log2(amax).clamp(min=-120) - 2)
+        value = round_magnitude(magnitude / global_scale / scale) * scale * global_scale
+        value = torch.where(peak.isfinite(), value, torch.nan).flatten(1)
+        rows_out[part] = value.copysign(rows[part].to(torch.float32)).to(x.dtype)
+    return out

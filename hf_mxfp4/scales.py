@@ -75,7 +75,7 @@ def reciprocal_stable(scale: torch.Tensor) -> torch.Tensor:
     return scale
 
 
-def _power_of_two_global_scale(amax: torch.Tensor) -> torch.Tensor:
+def power_of_two_global_scale(amax: torch.Tensor) -> torch.Tensor:
     """Smallest power of two at which every block maximum may still be put on code 4: `max(amax) <= 4 * 448 * g`."""
     peak = amax.max() if amax.numel() else amax.new_zeros(())
     mantissa, exponent = math.frexp(float(peak) / (4 * E4M3_MAX))
@@ -86,7 +86,7 @@ def _power_of_two_global_scale(amax: torch.Tensor) -> torch.Tensor:
 # --- the plain rules -------------------------------------------------------------------------------------------------
 
 
-def _finish(byte: torch.Tensor, amax: torch.Tensor, fmt: BlockFormat, global_scale=None) -> Scales:
+def finish(byte: torch.Tensor, amax: torch.Tensor, fmt: BlockFormat, global_scale=None) -> Scales:
     """Clamp scale bytes to the format's range, set all-zero blocks to `zero_byte`, view as the storage dtype."""
     top = min(fmt.top_byte, TOP_EXPONENT_BYTE)
     byte = torch.where(amax == 0, fmt.zero_byte, byte.clamp(0, top)).to(torch.uint8)
@@ -97,9 +97,9 @@ def amax_rule(weight, fmt, options=ScaleOptions(), channel_weights=None) -> Scal
     """Put each block's maximum at the top of the grid. MXFP4: 2^(floor(log2 amax) - 2). NVFP4: E4M3(amax / 6 / g)."""
     amax = block_amax(weight, fmt.block_size)
     if not fmt.has_global_scale:
-        return _finish(floor_log2(amax) + 127 - 2, amax, fmt)
+        return finish(floor_log2(amax) + 127 - 2, amax, fmt)
     global_scale = _amax_global_scale(amax, E4M3_MAX)
-    return _finish(e4m3_bytes(amax / E2M1_MAX / global_scale), amax, fmt, global_scale)
+    return finish(e4m3_bytes(amax / E2M1_MAX / global_scale), amax, fmt, global_scale)
 
 
 def _power_of_two_rule(weight, fmt, round_up_above: float) -> Scales:
@@ -107,7 +107,7 @@ def _power_of_two_rule(weight, fmt, round_up_above: float) -> Scales:
     amax = block_amax(weight, fmt.block_size)
     exponent = floor_log2(amax)
     mantissa = amax * power_of_two(-exponent.clamp(-126, 126))
-    return _finish(exponent + 127 - 2 + (mantissa > round_up_above), amax, fmt)
+    return finish(exponent + 127 - 2 + (mantissa > round_up_above), amax, fmt)
 
 
 def ceil_rule(weight, fmt, options=ScaleOptions(), channel_weights=None) -> Scales:
@@ -130,7 +130,7 @@ def four_over_six_rule(weight, fmt, options=ScaleOptions(), channel_weights=None
         unit = Units(weight[rows], fmt, global_scale, channel_weights)
         better = unit.error(four[rows].flatten()) < unit.error(six[rows].flatten())
         byte[rows] = torch.where(better.view(four[rows].shape), four[rows], six[rows])
-    return _finish(byte, amax, fmt, global_scale)
+    return finish(byte, amax, fmt, global_scale)
 
 
 # --- SOAR ------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def soar_rounds(
     elif free:
         global_scale = start.global_scale
     else:
-        global_scale = _power_of_two_global_scale(amax)
+        global_scale = power_of_two_global_scale(amax)
     byte = torch.empty_like(amax, dtype=torch.int32)
     if local:
         byte = start.scale.view(torch.uint8).to(torch.int32)
@@ -179,7 +179,7 @@ def soar_rounds(
         if error > previous:
             return
         byte = found
-        yield _finish(byte, amax, fmt, global_scale), error
+        yield finish(byte, amax, fmt, global_scale), error
         if previous - error <= _RELATIVE_DROP * previous and previous < math.inf or error == 0:
             return
         previous = error

@@ -21,14 +21,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
-from hf_mxfp4.kernels import dequantize, gemm
+from hf_mxfp4.kernels import dequantize, fake_quantize, gemm, quantize
 
-POINTERS = {"packed": "*u8", "scale": "*u8", "global_scale": "*fp32", "offsets": "*i32"}
-ACTIVATIONS = ("x", "bias", "out")
+POINTERS = {
+    **{"packed": "*u8", "scale": "*u8", "global_scale": "*fp32", "offsets": "*i32"},
+    **{"channel_weights": "*fp32", "words": "*i32"},
+}
+ACTIVATIONS = ("x", "bias", "out", "weight")
+ANY_SIZE = ("tokens", "experts", "R", "rows_per_matrix", "blocks", "blocks_per_row")  # no multiples of 16
 # Every kernel, format, dtype and tile size at least once, in a third of the time that all of them take.
 BRIEF = """
 dequantize mxfp4 bf16
 dequantize nvfp4 fp32
+fake_quantize mxfp4 fp32
+fake_quantize nvfp4 bf16
 linear mxfp4 tokens=512 experts=1 bf16
 linear mxfp4 tokens=64 experts=1 fp16
 linear mxfp4 tokens=64 experts=1 fp32
@@ -36,11 +42,13 @@ linear nvfp4 tokens=1 experts=1 bf16
 linear nvfp4 tokens=4096 experts=128 bf16
 linear_grad mxfp4 tokens=4096 experts=128 bf16
 linear_grad nvfp4 tokens=64 experts=1 bf16
+quantize mxfp4 bf16
+quantize nvfp4 fp32 weighted
 """.strip().splitlines()
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def variants() -> Iterator[tuple]:
+def variants(backend: str) -> Iterator[tuple]:
     """(name, kernel, dtype, compile-time arguments, launch options), as the launchers would choose them."""
     for fmt in FORMATS.values():
         e8m0 = fmt.scale_dtype == torch.uint8
@@ -50,6 +58,13 @@ def variants() -> Iterator[tuple]:
             constants = {**shape, **absent, "EVEN_K": dtype == torch.bfloat16}
             name = f"dequantize {fmt.name} {SHORT[dtype]}"
             yield name, dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
+            name = f"fake_quantize {fmt.name} {SHORT[dtype]}"
+            yield name, fake_quantize.fake_quantize_kernel, dtype, shape, fake_quantize.options(fmt, 4096)
+            for weighted in (False, True):
+                constants = {**quantize.constants(fmt, backend == "hip"), **absent}
+                constants |= {} if weighted else {"channel_weights": None}
+                name = f"quantize {fmt.name} {SHORT[dtype]}{' weighted' if weighted else ''}"
+                yield name, quantize.quantize_kernel, dtype, constants, quantize.OPTIONS
         weight = QuantizedTensor(*(torch.empty(256, 4096 // d, device="meta") for d in (2, fmt.block_size)), None, fmt)
         for dtype, tokens, experts in (
             *((torch.bfloat16, tokens, 1) for tokens in (1, 64, 512)),
@@ -77,7 +92,7 @@ def compile_variant(kernel, dtype, constants: dict, options: dict, target: GPUTa
     for i, name in enumerate(kernel.arg_names):
         activation = f"*{SHORT[dtype]}" if name in ACTIVATIONS else "i32"
         signature[name] = "constexpr" if name in constants else POINTERS.get(name, activation)
-        if name not in constants and name not in ("tokens", "experts", "R", "rows_per_matrix"):
+        if name not in constants and name not in ANY_SIZE:
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=target, options=options)
@@ -106,7 +121,7 @@ def resources(compiled, backend: str) -> dict[str, int]:
 def main(name: str, *options: str) -> None:
     backend, arch = name.split(":")
     target = GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
-    for label, kernel, dtype, constants, launch in variants():
+    for label, kernel, dtype, constants, launch in variants(backend):
         if "--brief" not in options or label in BRIEF:
             compiled = compile_variant(kernel, dtype, constants, launch, target)
             print(json.dumps({"variant": label, **resources(compiled, backend)}), flush=True)

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 import gpu_check
-from gpu_check import differing, error_ratio, every_code_and_scale, random_weight
+from gpu_check import corrections, differing, error_ratio, every_code_and_scale, random_weight, with_outliers
 from hf_mxfp4 import ops, reference
-from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4, QuantizedTensor
+from hf_mxfp4.formats import E2M1_VALUES, FORMATS, MXFP4, NVFP4, QuantizedTensor
 
 pytest.importorskip("triton")
 
-from hf_mxfp4.kernels import gemm
+import triton
+import triton.language as tl
+
+from hf_mxfp4.kernels import gemm, outliers
 from hf_mxfp4.kernels.dequantize import dequantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,10 +37,6 @@ pytestmark = [
 
 def weight_of(*shape, fmt) -> QuantizedTensor:
     return random_weight(*shape, fmt=fmt, device=DEVICE)
-
-
-def expert(weight: QuantizedTensor, e: int) -> QuantizedTensor:
-    return QuantizedTensor(*(None if t is None else t[e] for t in weight[:3]), weight.format)
 
 
 @both_formats
@@ -72,14 +71,24 @@ def test_dequantize_views(fmt):
         assert differing(dequantize(part, torch.float32), expected) == 0
 
 
-@both_formats
 @every_dtype
-def test_products_decode_every_code_and_scale(fmt, dtype):
+@pytest.mark.parametrize("global_scale", [None, 0.37])
+def test_dequantize_every_scale_with_macro_factors(dtype, global_scale):
+    weight = every_code_and_scale(MXFP4, DEVICE, macro=True)
+    assert len(weight.macro.unique()) == 256
+    weight = weight._replace(global_scale=None if global_scale is None else torch.tensor(global_scale, device=DEVICE))
+    assert differing(dequantize(weight, dtype), reference.dequantize(weight, dtype)) == 0
+
+
+@pytest.mark.parametrize("fmt, macro", [(MXFP4, False), (MXFP4, True), (NVFP4, False)])
+@every_dtype
+def test_products_decode_every_code_and_scale(fmt, macro, dtype):
     """x the identity: out comes the decoded weight, so the kernels' own decoding is right for every scale."""
-    weight = every_code_and_scale(fmt, DEVICE)
+    weight = every_code_and_scale(fmt, DEVICE, macro)
     finite = reference.dequantize(weight, torch.float32).isfinite().all(-1)  # 0 * inf is NaN in a sum
-    assert int(finite.sum()) == (253 if fmt is MXFP4 else 254)
-    weight = QuantizedTensor(weight.packed[finite], weight.scale[finite], weight.global_scale, fmt)
+    assert int(finite.sum()) == (252 if macro else 253 if fmt is MXFP4 else 254)
+    weight = weight._replace(packed=weight.packed[finite], scale=weight.scale[finite])
+    weight = weight._replace(macro=weight.macro[finite]) if macro else weight
     n, k = weight.shape
     dense = (reference.dequantize(weight, torch.float32) + 0).to(dtype)  # a sum that starts at +0 is never -0
     assert differing(gemm.linear(torch.eye(k, dtype=dtype, device=DEVICE), weight).T, dense) == 0
@@ -150,7 +159,7 @@ def test_weight_strides(fmt):
         assert differing(dequantize(weight, torch.float32), dense) == 0
         y = gemm.linear(x, weight, None, offsets)
         assert error_ratio(y[3:8], x[3:8], dense[2].T) <= 1
-        assert error_ratio(gemm.linear(x, expert(weight, 1)), x, dense[1].T) <= 1
+        assert error_ratio(gemm.linear(x, weight.matrix(1)), x, dense[1].T) <= 1
 
 
 @both_formats
@@ -164,13 +173,26 @@ def test_float16_within_range(fmt):
     assert y.abs().max() > (0 if fmt is NVFP4 else 1)
 
 
-def test_float16_is_two_bfloat16():
-    """What `add_product` relies on with E8M0 scales: every float16 is the sum of two bfloat16 numbers."""
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).to(torch.float32)
-    x = x[x.isfinite()]
-    high = x.to(torch.bfloat16).to(torch.float32)
-    low = (x - high).to(torch.bfloat16).to(torch.float32)
-    assert torch.equal(high + low, x) and x.numel() == 2 * (2**15 - 2**10)
+@triton.jit
+def two_terms_kernel(x, high, low, size, SIZE: tl.constexpr):
+    index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    terms = gemm.two_terms(tl.load(x + index, mask=index < size))
+    tl.store(high + index, terms[0], mask=index < size)
+    tl.store(low + index, terms[1], mask=index < size)
+
+
+def test_two_terms():
+    """Every float16, and every code times every macro factor at any scale, is the sum of two bfloat16 numbers."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16).to(torch.float32)
+    factors = 1 + torch.arange(256) / 256
+    weights = torch.tensor(E2M1_VALUES)[:, None] * factors
+    scales = 2.0 ** torch.tensor([-124.0, -60, 0, 60, 124])
+    x = torch.cat((halves[~halves.isnan()], (weights[..., None] * scales).flatten())).to(DEVICE)
+    high, low = torch.empty_like(x), torch.empty_like(x)
+    two_terms_kernel[triton.cdiv(len(x), 4096),](x, high, low, len(x), SIZE=4096)
+    assert torch.equal(high + low, x) and x.isinf().sum() == 2
+    for term in (high, low):
+        assert torch.equal(term.to(torch.bfloat16).to(torch.float32), term)
 
 
 GROUPS = {
@@ -195,7 +217,7 @@ def test_grouped(fmt, case):
     owner = torch.full((tokens,), -1)
     for e, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         owner[start:end] = e
-        dense, rows = reference.dequantize(expert(weight, e), torch.float64), slice(start, end)
+        dense, rows = reference.dequantize(weight.matrix(e), torch.float64), slice(start, end)
         assert error_ratio(y[rows], x[rows], dense.T, bias[e]) <= 1
         assert error_ratio(plain[rows], x[rows], dense.T) <= 1
         assert error_ratio(gradient[rows], y[rows], dense) <= 1
@@ -213,7 +235,7 @@ def test_grouped_equals_linear(fmt, dtype):
     y = gemm.linear(x, weight, None, torch.tensor(bounds, dtype=torch.int32, device=DEVICE))
     for e, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if start < end:
-            assert torch.equal(y[start:end], gemm.linear(x[start:end], expert(weight, e)))
+            assert torch.equal(y[start:end], gemm.linear(x[start:end], weight.matrix(e)))
 
 
 def test_grouped_offsets_past_the_end():
@@ -232,6 +254,98 @@ def test_rows_do_not_see_each_other(fmt):
     other = x.clone()
     other[[0, 1, 2, 4, 5]] = torch.tensor([float("nan"), float("inf"), 1e30, -1e30, 0.0], device=DEVICE)[:, None]
     assert torch.equal(gemm.linear(x, weight)[3], gemm.linear(other, weight)[3])
+
+
+# --- macro factors and outliers --------------------------------------------------------------------------------------
+
+
+def corrected(*shape, fmt, **added) -> QuantizedTensor:
+    return random_weight(*shape, fmt=fmt, device=DEVICE, **(added or [*corrections(fmt).values()][-1]))
+
+
+@pytest.mark.parametrize("fmt, name", [(fmt, name) for fmt in FORMATS.values() for name in corrections(fmt)])
+@every_dtype
+@pytest.mark.parametrize("tokens, n, k", [(1, 3, 160), (20, 9, 96)])
+def test_corrected_products(fmt, name, dtype, tokens, n, k):
+    """More than one tile of tokens, K not a multiple of 128; x with any strides."""
+    weight = random_weight(n, k, fmt=fmt, device=DEVICE, **corrections(fmt)[name])
+    dense, bias = reference.dequantize(weight, torch.float64), torch.randn(n, device=DEVICE)
+    x = torch.randn(k, tokens, device=DEVICE).to(dtype).T
+    y = gemm.linear(x, weight, bias)
+    assert error_ratio(y, x, dense.T, bias) <= 1
+    if tokens == 1:
+        assert error_ratio(gemm.linear_grad(y, weight), y, dense) <= 1
+
+
+@both_formats
+def test_corrected_parts(fmt):
+    """A column chunk of some rows, as the gradient cuts them: outliers and their columns stay those of the matrix."""
+    whole = corrected(9, 320, fmt=fmt)
+    dense = reference.dequantize(whole, torch.float32)
+    for first, last in ((0, 128), (128, 320), (256, 320)):
+        part = ops._columns(whole.rows(slice(2, 8)), slice(first, last))
+        assert differing(dequantize(part, torch.float32, first), dense[2:8, first:last]) == 0
+
+
+@both_formats
+def test_outliers_are_rounded_with_the_rest(fmt):
+    """An outlier and a bias that all but cancel the dense sum leave what float32 holds, not what bfloat16 does."""
+    weight = random_weight(1, 32, fmt=fmt, device=DEVICE)
+    weight.packed.fill_(0x22)
+    weight = with_outliers(weight, torch.eye(1, 32, device=DEVICE).bool())
+    rest = reference.dequantize(weight, torch.float32)[:, 1:].sum()
+    weight.outliers.values[0] = -rest  # in bfloat16
+    bias = -rest.view(1) / 8192
+    x = torch.ones(1, 32, dtype=torch.bfloat16, device=DEVICE)
+    y = gemm.linear(x, weight, bias)
+    assert error_ratio(y, x, reference.dequantize(weight, torch.float64).T, bias) <= 1
+
+
+@both_formats
+def test_tokens_in_parts(fmt, monkeypatch):
+    """What outliers add is held in float32 for a limited number of tokens at once."""
+    weight, x, bias = corrected(4, 32, fmt=fmt), torch.randn(9, 32, device=DEVICE), torch.randn(4, device=DEVICE)
+    whole = gemm.linear(x, weight, bias)
+    gradient = gemm.linear_grad(whole, weight)
+    monkeypatch.setattr(gemm, "OUTLIER_TOKENS", 4)
+    assert torch.equal(gemm.linear(x, weight, bias), whole)
+    assert torch.equal(gemm.linear_grad(whole, weight), gradient)
+
+
+@pytest.mark.parametrize("k", [40_000, 65_568])
+def test_large_columns(k):
+    """uint16 columns above 32767 are not taken for negative ones, nor int32 columns above 65535 cut."""
+    mask = torch.zeros(2, k, dtype=torch.bool, device=DEVICE)
+    mask[0, [0, 32767, 32768, k - 1]] = True
+    weight = with_outliers(random_weight(2, k, fmt=MXFP4, device=DEVICE), mask)
+    assert weight.outliers.columns.dtype == (torch.uint16 if k < 65536 else torch.int32)
+    dense, got = torch.zeros(2, 2, k, device=DEVICE)
+    reference.scatter_outliers(dense, weight.outliers)
+    outliers.scatter(got, weight.outliers)
+    assert differing(got, dense) == 0 and int((got != 0).sum()) == 4
+    x = torch.randn(3, k, device=DEVICE)
+    assert error_ratio(outliers.outlier_product(x, weight, None, False, 16).T, x, dense.T) <= 1
+
+
+@pytest.mark.parametrize("k", [96, 40_000])
+def test_transposed(k):
+    """The gradient's outliers are those of W.T, rows rising within a column, from a part of the entries as well."""
+    mask = torch.rand(3, 7, k, device=DEVICE) < 0.05
+    mask[0, 3] = mask[2, 6] = False
+    weight = with_outliers(random_weight(3, 7, k, fmt=MXFP4, device=DEVICE), mask)
+    dense = torch.zeros(3, 7, k, device=DEVICE)
+    reference.scatter_outliers(dense.view(21, k), weight.outliers)
+    parts = (weight, dense), (weight.matrix(1), dense[1:2]), (weight.matrix(2).rows(slice(1, 4)), dense[2:, 1:4])
+    for part, own in parts:
+        experts, n, _ = own.shape
+        turned = outliers.transposed(part.outliers, n, k, experts)
+        assert turned.offsets.shape == (experts * k + 1,) and turned.offsets[-1] == int((own != 0).sum())
+        got = torch.zeros(experts * k, n, device=DEVICE)
+        reference.scatter_outliers(got, turned)
+        assert torch.equal(got.view(experts, k, n), own.mT)
+        row, entries = reference.outlier_rows(turned)
+        place = row * n + turned.columns[entries]
+        assert bool((place.diff() > 0).all())
 
 
 def test_operators_reach_the_kernels():

@@ -25,10 +25,6 @@ def weight_of(*shape, fmt=NVFP4) -> QuantizedTensor:
     return random_weight(*shape, fmt=fmt, device="cpu")
 
 
-def expert(weight: QuantizedTensor, e: int) -> QuantizedTensor:
-    return QuantizedTensor(*(None if t is None else t[e] for t in weight[:3]), weight.format)
-
-
 def offsets_of(bounds=BOUNDS) -> torch.Tensor:
     return torch.tensor(bounds, dtype=torch.int32)
 
@@ -312,7 +308,7 @@ def test_meta_device():
     weight = weight_of(3, 20, 64)
     meta = QuantizedTensor(*(t.to("meta") for t in weight[:3]), weight.format)
     x, offsets = torch.empty(5, 64, device="meta"), torch.empty(4, dtype=torch.int32, device="meta")
-    assert ops.linear(x, expert(meta, 0)).shape == (5, 20)
+    assert ops.linear(x, meta.matrix(0)).shape == (5, 20)
     assert ops.grouped_linear(x, offsets, meta).shape == (5, 20)
     assert ops.dequantize(meta).shape == (3, 20, 64) and ops.dequantize(meta).dtype == torch.bfloat16
 

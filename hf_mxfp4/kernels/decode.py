@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding of packed weights inside a kernel, shared by all of them. Twin: `reference.decode_rows`.
+"""What kernels share: decoding of packed weights (twin: `reference.decode_rows`), and the rows a program works on.
 
 Everything is built from bits in float32, so it is exact and the same on every target: Ampere has no E4M3 conversion,
 and `exp2` flushes 2^-127 to zero.
@@ -9,12 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_mxfp4.formats import QuantizedTensor
+from hf_mxfp4.formats import MACRO_BLOCK, QuantizedTensor
 
 # Read here because it also decides, now, whether the `triton.jit` below makes interpreted functions. The interpreter
 # (3.6 to 3.9) gets bfloat16 wrong without a word: sums and products of raw bits, truncating conversion, subnormals
 # lost. Under it kernels compute and store in float32.
 INTERPRET = triton.knobs.runtime.interpret
+MACRO = tl.constexpr(MACRO_BLOCK)
 
 
 @triton.jit
@@ -39,9 +40,17 @@ def decode_e4m3(byte):
 
 
 @triton.jit
+def load_factors(macro, rows, k, K, mask):
+    """Macro factors `1 + m/256` of the weights at `rows` and `k`, float32; `macro` uint8 `[R, ceil(K/128)]`, dense."""
+    m = tl.load(macro + rows * tl.cdiv(K, MACRO) + k // MACRO, mask=mask, other=0)
+    return 1 + m.to(tl.float32) * (2.0**-8)
+
+
+@triton.jit
 def load_weights(
     packed,
     scale,
+    macro,
     rows,
     row_mask,
     k,
@@ -56,11 +65,11 @@ def load_weights(
     """Load and decode a tile: rows `rows` (int64 `[R]`), columns `k .. k + TILE_K`; zero outside the masks.
 
     `packed` uint8 and `scale` uint8 (the bytes of either format's scales) point at rows of `stride_packed` and
-    `stride_scale` elements.
+    `stride_scale` elements; `macro` as `load_factors` takes it, or `None`.
 
     Returns:
-        `E2M1 * scale`, float32 `[R, TILE_K]`; exact, so rounding it to bfloat16 changes nothing (nor to float16, for
-        E4M3 scales).
+        `E2M1 * scale * macro`, float32 `[R, TILE_K]`; exact. Without macro factors, rounding it to bfloat16 changes
+        nothing (nor to float16, for E4M3 scales).
     """
     columns = k // 2 + tl.arange(0, TILE_K // 2)
     blocks = k // BLOCK + tl.arange(0, TILE_K // BLOCK)
@@ -72,18 +81,47 @@ def load_weights(
     scales = tl.load(scale + rows[:, None] * stride_scale + blocks[None, :], mask=block_mask, other=0).to(tl.uint32)
     values = tl.join(decode_e2m1(byte & 0xF), decode_e2m1(byte >> 4))
     values = values.reshape(rows.shape[0], TILE_K // BLOCK, BLOCK)
-    if E8M0:
-        values = values * decode_e8m0(scales)[:, :, None]
+    scales = decode_e8m0(scales) if E8M0 else decode_e4m3(scales)
+    if macro is not None:
+        scales = scales * load_factors(macro, rows[:, None], blocks[None, :] * BLOCK, K, block_mask)
+    return (values * scales[:, :, None]).reshape(rows.shape[0], TILE_K)
+
+
+@triton.jit
+def find_rows(slot, offsets, tokens, experts, TILE_M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Expert and rows `[row, end)` of a program in `slot`; no rows left if `row >= end`.
+
+    Expert e starts at slot `offsets[e] // TILE_M + e`: that leaves it room for all its blocks wherever its tokens
+    start, and needs no sum over the experts before it.
+    """
+    if offsets is None:
+        expert, row, end = 0, slot * TILE_M, tokens
     else:
-        values = values * decode_e4m3(scales)[:, :, None]
-    return values.reshape(rows.shape[0], TILE_K)
+        index = tl.arange(0, EXPERTS)
+        slots = tl.load(offsets + index, mask=index < experts, other=0) // TILE_M + index
+        expert = tl.maximum(tl.sum(((slots <= slot) & (index < experts)).to(tl.int32)) - 1, 0)
+        start = tl.load(offsets + expert)
+        row = start + (slot - start // TILE_M - expert) * TILE_M
+        end = tl.minimum(tl.load(offsets + expert + 1), tokens)  # never past x, whatever offsets hold
+        row = tl.where(row < tl.maximum(start, 0), end, row)
+    return expert, row, end
 
 
-def dense_rows(weight: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`packed` and `scale` bytes as matrices (rows of a stack one below the other) and a flat `global_scale`.
+def slots_of(tokens: int, offsets: torch.Tensor | None, tile_m: int) -> int:
+    """How many slots `find_rows` needs for all tokens, whatever `offsets` (`[E+1]`, or `None`) hold."""
+    return triton.cdiv(tokens, tile_m) if offsets is None else tokens // tile_m + offsets.shape[0] - 1
 
-    Views as long as rows are dense; kernels take the distance between rows as an argument.
+
+def dense_rows(weight: QuantizedTensor) -> tuple[torch.Tensor | None, ...]:
+    """`packed` and `scale` bytes as matrices (rows of a stack one below the other), `global_scale` and `macro` flat.
+
+    Views as long as rows are dense; kernels take the distance between rows as an argument, but for `macro`.
     """
     matrices = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (weight.packed, weight.scale.view(torch.uint8)))
     packed, scale = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in matrices)
-    return packed, scale, None if weight.global_scale is None else weight.global_scale.reshape(-1).contiguous()
+    return (
+        packed,
+        scale,
+        None if weight.global_scale is None else weight.global_scale.reshape(-1).contiguous(),
+        None if weight.macro is None else weight.macro.contiguous(),
+    )

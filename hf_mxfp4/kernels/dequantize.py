@@ -7,6 +7,7 @@ import triton.language as tl
 
 from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.kernels.decode import INTERPRET, dense_rows, load_weights
+from hf_mxfp4.kernels.outliers import scatter
 
 TILE = {"TILE_R": 16, "TILE_K": 256, "num_warps": 4}
 
@@ -16,6 +17,7 @@ def dequantize_kernel(
     packed,
     scale,
     global_scale,
+    macro,
     out,
     R,
     K,
@@ -33,7 +35,7 @@ def dequantize_kernel(
     first = tl.program_id(1) * TILE_K
     row_mask = rows < R
     values = load_weights(
-        packed, scale, rows, row_mask, first, K, stride_packed, stride_scale, E8M0, BLOCK, TILE_K, EVEN_K
+        packed, scale, macro, rows, row_mask, first, K, stride_packed, stride_scale, E8M0, BLOCK, TILE_K, EVEN_K
     )
     if global_scale is not None:
         values = values * tl.load(global_scale + rows // rows_per_matrix, mask=row_mask, other=0.0)[:, None]
@@ -42,9 +44,12 @@ def dequantize_kernel(
     tl.store(out + rows[:, None] * K + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
-def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Decode `weight` `[..., N, K]` to `dtype`: float32, bfloat16 or float16."""
-    packed, scale, global_scale = dense_rows(weight)
+def dequantize(weight: QuantizedTensor, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
+    """Decode `weight` `[..., N, K]` to `dtype`: float32, bfloat16 or float16.
+
+    For columns of a matrix from `first` on, in whole (macro-)blocks, `weight.outliers` may be those of all columns.
+    """
+    packed, scale, global_scale, macro = dense_rows(weight)
     out = torch.empty(weight.shape, dtype=torch.float32 if INTERPRET else dtype, device=packed.device)
     rows, k = packed.shape[0], weight.shape[-1]
     if rows:
@@ -53,6 +58,7 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
                 packed,
                 scale,
                 global_scale,
+                macro,
                 out,
                 rows,
                 k,
@@ -64,4 +70,6 @@ def dequantize(weight: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
                 EVEN_K=k % TILE["TILE_K"] == 0,
                 **TILE,
             )
+            if weight.outliers is not None:
+                scatter(out.view(rows, k), weight.outliers, first)
     return out.to(dtype)

@@ -5,7 +5,9 @@ Either works on one matrix or on a stack of experts, whose tokens stand sorted b
 
 A tile of weights enters the product as `E2M1 * scale`, which is exact in float32 and bfloat16, and in float16 for E4M3
 scales; the tensor scale multiplies the float32 accumulator. E8M0 scales exceed float16, so float16 activations meet
-them as the exact sum of two bfloat16 numbers, in two products.
+them as the exact sum of two bfloat16 numbers, in two products. Macro factors need float32: in the linear layer they
+multiply the product of each step along K, in the accumulator; in the gradient, whose sum runs across them, a weight
+with its factor is the exact sum of two bfloat16 numbers. What outliers add is summed up first (kernels/outliers.py).
 """
 
 import torch
@@ -13,40 +15,36 @@ import triton
 import triton.language as tl
 
 from hf_mxfp4.formats import QuantizedTensor
-from hf_mxfp4.kernels.decode import INTERPRET, dense_rows, load_weights
+from hf_mxfp4.kernels.decode import INTERPRET, MACRO, dense_rows, find_rows, load_factors, load_weights, slots_of
+from hf_mxfp4.kernels.outliers import outlier_product
 
 
 @triton.jit
-def find_rows(offsets, tokens, experts, TILE_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Expert and rows `[row, end)` of the program in slot `program_id(0)`; no rows left if `row >= end`.
+def two_terms(values):
+    """float32 values of up to 16 significant bits as `(high, low)` of up to 8 each, as bfloat16 holds them.
 
-    Expert e starts at slot `offsets[e] // TILE_M + e`: that leaves it room for all its blocks wherever its tokens
-    start, and needs no sum over the experts before it.
+    The sum is exact, but for bits below 2^-133, bfloat16's smallest number. Truncated, not rounded: `high` of a finite
+    value is finite.
     """
-    slot = tl.program_id(0)
-    if offsets is None:
-        expert, row, end = 0, slot * TILE_M, tokens
-    else:
-        index = tl.arange(0, EXPERTS)
-        slots = tl.load(offsets + index, mask=index < experts, other=0) // TILE_M + index
-        expert = tl.maximum(tl.sum(((slots <= slot) & (index < experts)).to(tl.int32)) - 1, 0)
-        start = tl.load(offsets + expert)
-        row = start + (slot - start // TILE_M - expert) * TILE_M
-        end = tl.minimum(tl.load(offsets + expert + 1), tokens)  # never past x, whatever offsets hold
-        row = tl.where(row < tl.maximum(start, 0), end, row)
-    return expert, row, end
+    high = (values.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high, tl.where(high == values, 0.0, values - high)  # 0 at infinity
 
 
 @triton.jit
 def add_product(x, weights, total, SPLIT: tl.constexpr):
     """`total + x @ weights`, accumulated in float32; with SPLIT, float16 x as two exact bfloat16 terms."""
     if SPLIT:
-        x = x.to(tl.float32)
-        high = x.to(tl.bfloat16)
-        low = tl.where(high.to(tl.float32) == x, 0.0, x - high.to(tl.float32)).to(tl.bfloat16)  # 0 at infinity
-        total = tl.dot(low, weights, total)
-        return tl.dot(high, weights, total)
+        high, low = two_terms(x.to(tl.float32))
+        total = tl.dot(low.to(tl.bfloat16), weights, total)
+        return tl.dot(high.to(tl.bfloat16), weights, total)
     return tl.dot(x.to(weights.dtype), weights, total, input_precision="ieee")
+
+
+@triton.jit
+def load_addend(addend, rows, columns, end, width, tokens):
+    """`addend [width, tokens]` at tokens `rows` and outputs `columns`, turned to the shape of a tile."""
+    mask = (rows < end)[:, None] & (columns < width)[None, :]
+    return tl.load(addend + columns.to(tl.int64)[None, :] * tokens + rows[:, None], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -55,6 +53,8 @@ def linear_kernel(
     packed,
     scale,
     global_scale,
+    macro,
+    addend,
     bias,
     offsets,
     out,
@@ -75,13 +75,17 @@ def linear_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """A tile `[TILE_M, TILE_N]` of `out = x @ W.T + bias`; x `[tokens, K]`, W `[experts, N, K]`, out `[tokens, N]`."""
-    expert, row, end = find_rows(offsets, tokens, experts, TILE_M, EXPERTS)
+    """A tile `[TILE_M, TILE_N]` of `out = x @ W.T + addend.T + bias`; x `[tokens, K]`, W `[experts, N, K]`, out
+    `[tokens, N]`, addend float32 `[N, tokens]` or `None`."""
+    tl.static_assert(macro is None or MACRO % TILE_K == 0, "a step along K must not leave its macro-block")
+    expert, row, end = find_rows(tl.program_id(0), offsets, tokens, experts, TILE_M, EXPERTS)
     if row >= end:
         return
     rows = row + tl.arange(0, TILE_M).to(tl.int64)
     columns = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     weight_rows = columns + tl.cast(expert, tl.int64) * N
+    if macro is not None:
+        macro += tl.cast(expert, tl.int64) * N * tl.cdiv(K, MACRO)  # offsets of 32 bits in the loop: fewer registers
     inner = tl.arange(0, TILE_K)
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for k in range(0, K, TILE_K):
@@ -90,11 +94,30 @@ def linear_kernel(
             mask = mask & (k + inner < K)[None, :]
         part = tl.load(x + rows[:, None] * stride_x + (k + inner)[None, :], mask=mask, other=0.0)
         weights = load_weights(
-            packed, scale, weight_rows, columns < N, k, K, stride_packed, stride_scale, E8M0, BLOCK, TILE_K, EVEN_K
+            packed,
+            scale,
+            None,
+            weight_rows,
+            columns < N,
+            k,
+            K,
+            stride_packed,
+            stride_scale,
+            E8M0,
+            BLOCK,
+            TILE_K,
+            EVEN_K,
         )
-        total = add_product(part, weights.to(DOT).trans(), total, SPLIT)
+        weights = weights.to(DOT).trans()
+        if macro is None:
+            total = add_product(part, weights, total, SPLIT)
+        else:
+            product = add_product(part, weights, tl.zeros((TILE_M, TILE_N), tl.float32), SPLIT)
+            total += product * load_factors(macro, columns, k, K, columns < N)[None, :]
     if global_scale is not None:
         total = total * tl.load(global_scale + expert)
+    if addend is not None:
+        total = total + load_addend(addend, rows, columns, end, N, tokens)
     if bias is not None:
         total = total + tl.load(bias + weight_rows, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     mask = (rows < end)[:, None] & (columns < N)[None, :]
@@ -107,6 +130,8 @@ def linear_grad_kernel(
     packed,
     scale,
     global_scale,
+    macro,
+    addend,
     offsets,
     out,
     tokens,
@@ -126,8 +151,9 @@ def linear_grad_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """A tile `[TILE_M, TILE_K]` of `out = x @ W`; x `[tokens, N]` is the gradient that came in, out `[tokens, K]`."""
-    expert, row, end = find_rows(offsets, tokens, experts, TILE_M, EXPERTS)
+    """A tile `[TILE_M, TILE_K]` of `out = x @ W + addend.T`; x `[tokens, N]` is the gradient that came in, out
+    `[tokens, K]`, addend float32 `[K, tokens]` or `None`."""
+    expert, row, end = find_rows(tl.program_id(0), offsets, tokens, experts, TILE_M, EXPERTS)
     if row >= end:
         return
     rows = row + tl.arange(0, TILE_M).to(tl.int64)
@@ -141,6 +167,7 @@ def linear_grad_kernel(
         weights = load_weights(
             packed,
             scale,
+            macro,
             weight_rows,
             n + inner < N,
             first,
@@ -152,10 +179,15 @@ def linear_grad_kernel(
             TILE_K,
             EVEN_K,
         )
+        if macro is not None and DOT != tl.float32:
+            weights, low = two_terms(weights)
+            total = add_product(part, low.to(DOT), total, SPLIT)
         total = add_product(part, weights.to(DOT), total, SPLIT)
     if global_scale is not None:
         total = total * tl.load(global_scale + expert)
     columns = first + tl.arange(0, TILE_K)
+    if addend is not None:
+        total = total + load_addend(addend, rows, columns, end, K, tokens)
     mask = (rows < end)[:, None] & (columns < K)[None, :]
     tl.store(out + rows[:, None] * K + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -165,12 +197,14 @@ def linear_grad_kernel(
 # outputs in the smallest tile leave more programs for a single token. float32 has no tensor cores: there the
 # accumulator and both operands live in registers.
 TILES = {16: (32, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}
+TILES_MACRO = TILES | {32: (64, 64, 4, 3), 128: (64, 64, 8, 3)}  # a second accumulator, or two terms of a weight
 TILES_FLOAT32 = {16: (64, 32, 4, 1), 64: (64, 32, 4, 1)}
+OUTLIER_TOKENS = 8192  # at once, without experts: what outliers add takes 4 bytes for each output
 
 
-def tile(dtype: torch.dtype, tokens: int, experts: int = 1, grad: bool = False) -> dict[str, int]:
+def tile(dtype: torch.dtype, tokens: int, experts: int = 1, grad: bool = False, macro: bool = False) -> dict[str, int]:
     """Tile sizes and launch options for the tokens a matrix gets, the mean for experts. A heuristic, not tuned."""
-    tiles = TILES_FLOAT32 if dtype == torch.float32 else TILES
+    tiles = TILES_FLOAT32 if dtype == torch.float32 else TILES_MACRO if macro else TILES
     rows = next((rows for rows in tiles if rows * experts >= tokens), max(tiles))
     outer, inner, warps, stages = tiles[rows]
     n, k = (inner, outer) if grad else (outer, inner)
@@ -195,21 +229,26 @@ def constants(x_dtype: torch.dtype, weight: QuantizedTensor, tile_k: int, expert
 def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
     """Run a kernel over x `[tokens, K or N]`; `extra` are its arguments between `global_scale` and `offsets`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    packed, scale, global_scale = dense_rows(weight)
+    packed, scale, global_scale, macro = dense_rows(weight)
     tokens, (n, k) = x.shape[0], weight.shape[-2:]
+    if weight.outliers is not None and offsets is None and tokens > OUTLIER_TOKENS:
+        return torch.cat([_launch(kernel, part, weight, extra, None, grad) for part in x.split(OUTLIER_TOKENS)])
     experts = weight.shape[0] if offsets is not None else 1
     # Rows of no expert are not visited.
     allocate = torch.empty if offsets is None else torch.zeros
     out = allocate((tokens, k if grad else n), dtype=torch.float32 if INTERPRET else x.dtype, device=x.device)
     if out.numel():
-        options = tile(x.dtype, tokens, experts, grad)
-        slots = triton.cdiv(tokens, options["TILE_M"]) if offsets is None else tokens // options["TILE_M"] + experts
+        options = tile(x.dtype, tokens, experts, grad, macro is not None)
+        slots = slots_of(tokens, offsets, options["TILE_M"])
         with torch.cuda.device_of(x):
+            addend = weight.outliers and outlier_product(x, weight, offsets, grad, options["TILE_M"])
             kernel[slots, triton.cdiv(out.shape[1], options["TILE_K" if grad else "TILE_N"])](
                 x,
                 packed,
                 scale,
                 global_scale,
+                macro,
+                addend,
                 *extra,
                 None if offsets is None else offsets.contiguous(),
                 out,
