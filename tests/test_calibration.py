@@ -216,6 +216,18 @@ def test_hessians_are_those_of_the_whole_model(name, monkeypatch):
                 assert torch.equal(diagonal[expert], other.diagonal)
 
 
+def test_block_that_writes_into_its_input(monkeypatch):
+    model = build("llama")
+    forward = model.model.layers[0].forward
+    monkeypatch.setattr(
+        model.model.layers[0], "forward", lambda x, *args, **kwargs: forward(x.add_(0.5), *args, **kwargs)
+    )
+    plan, watcher = plan_of(model), Watcher(model)
+    walk(model, plan, watcher, known_of(model, IDS))
+    for name, hessian in plain_hessians(model, plan, IDS).items():
+        assert_same_hessian(watcher.seen[name], hessian, name)
+
+
 def test_linears_that_read_the_same_share_a_hessian():
     model = build("qwen3")
     watcher = Watcher(model)

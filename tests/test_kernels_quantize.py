@@ -15,13 +15,14 @@ from packaging.version import Version
 from torch.nn import functional as F
 
 from hf_mxfp4 import reference
-from hf_mxfp4.blocks import power_of_two
+from hf_mxfp4.blocks import Units, power_of_two
 from hf_mxfp4.formats import E2M1_MAGNITUDES, FORMATS, MXFP4, NVFP4, decode_e4m3
 from hf_mxfp4.quantization import quantize
 
 pytest.importorskip("triton")
 
 import triton
+import triton.language as tl
 
 from hf_mxfp4.kernels import quantize as kernels
 from hf_mxfp4.kernels.fake_quantize import fake_quantize
@@ -126,25 +127,22 @@ def test_first_candidate_e8m0():
     assert_equal_to_reference(weight, MXFP4)
 
 
-def boundary_blocks(mantissas: torch.Tensor) -> torch.Tensor:
-    """Blocks `[3 n, 16]` with weights on, just below and just above all boundaries of these scales `[n]`."""
-    at = mantissas[:, None] * torch.tensor(BOUNDARIES)
-    rest = torch.rand(len(mantissas), 8) * 6 * mantissas[:, None]
-    rows = [torch.cat([6 * mantissas[:, None], steps(at, count), rest], 1) for count in (-1, 0, 1)]
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("divide", [True, False])
 def test_boundaries(divide, monkeypatch):
-    """Float32 weights a last bit away from a tie, for all mantissas of E4M3, by either form of the division."""
+    """Float32 weights on a tie and a last bit off it, for all mantissas of E4M3, by either form of the division."""
     if not divide:
         if kernels.INTERPRET and Version(triton.__version__) < Version("3.9"):
             pytest.skip("this interpreter's fma rounds twice")
         monkeypatch.setattr(kernels, "INTERPRET", False)  # as on a GPU: tiles of 32 blocks too
-    blocks = boundary_blocks(1 + torch.arange(8) / 8)
-    blocks[0, -1] = 4 * 448 * 2.0**-9  # tensor scale 2^-9: then the scales above are normal E4M3 numbers
-    assert_equal_to_reference(blocks.view(-1, 64), NVFP4)
-    assert_equal_to_reference(torch.cat([blocks, blocks[:, 1:], blocks[:, :1]], 1)[:, :32] * 2.0**-9, MXFP4)
+    scale = (1 + torch.arange(8) / 8)[:, None, None, None]
+    boundary = scale * torch.tensor(BOUNDARIES)[:, None, None]
+    boundary = torch.cat([steps(boundary, count) for count in (-1, 0, 1)], 2)
+    grid = scale * torch.tensor(E2M1_MAGNITUDES[1:] * 3)[:15].expand(7, 3, 15)
+    blocks = torch.cat([boundary, grid], 3).view(-1, 16)
+    weight = F.pad(blocks, (0, 0, 0, 8), value=4 * 448).view(-1, 64)  # tensor scale 1
+    chosen = decode_e4m3(reference.quantize(weight, NVFP4).scale).flatten()[:-8]
+    assert torch.equal(chosen, scale.flatten().repeat_interleave(21))
+    assert_equal_to_reference(weight, NVFP4)
 
 
 def test_quotient():
@@ -170,6 +168,22 @@ def test_quotient():
                 first = value * reciprocal
                 result = fma(fma(-first, scale, value), reciprocal, first)
                 assert np.sign(result - boundary) == np.sign(count)
+
+
+@triton.jit
+def sum_kernel(terms, sums, BLOCK: tl.constexpr):
+    tile = tl.load(terms + tl.arange(0, 64)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
+    tl.store(sums + tl.arange(0, 64), kernels.halving_sum(kernels.places(tile, BLOCK), BLOCK))
+
+
+@both_formats
+def test_sums(fmt):
+    """Terms of very different size, whose sum shows the order of adding."""
+    terms, sums = torch.randn(64, fmt.block_size, device=DEVICE) ** 5, torch.empty(64, device=DEVICE)
+    sum_kernel[(1,)](terms, sums, fmt.block_size, num_warps=1)
+    units = Units(torch.zeros(1, fmt.block_size), fmt, torch.tensor(1.0))
+    assert torch.equal(sums.cpu(), units._sum(terms.cpu()))
+    assert (sums != terms.sum(1)).any()
 
 
 @both_formats

@@ -256,6 +256,7 @@ SMALL = {"calibration_samples": 4, "calibration_length": 32}
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_calibrated_on_itself(name, fields, tmp_path):
     """Deterministic, whatever the global random state, which is left alone."""
+    source(name)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     model = load(name, **fields, **SMALL)
