@@ -128,9 +128,9 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
         start = torch.full((samples, 1), first)
     if length == 1:
         return start
-    # The model's own generation config (top_k, penalties, stop tokens) must not bend its distribution. EOS is suppressed
-    # rather than passed over: else short documents fill the samples (KL divergence of scripts/demo_lm to the original
-    # with NVFP4 and error feedback 0.047, not 0.023; without error feedback 0.037).
+    # The model's own generation config (top_k, penalties, stop tokens) must not bend its distribution. EOS is
+    # suppressed, not passed over: else short documents fill the samples (KL divergence of scripts/demo_lm to the
+    # original in NVFP4 with error feedback 0.047, not 0.023; without error feedback 0.037).
     config = type(model.generation_config)(
         do_sample=True,
         temperature=1.0,

@@ -141,6 +141,7 @@ def _candidates(unit: Units, share: torch.Tensor) -> torch.Tensor:
             weights = unit.weights[part].contiguous()
             magnitude.mul_(weights > 0)
         energy = (magnitude.square() if weights is None else magnitude.square() * weights).sum(-1)
+        energy += 2.0**-100  # where weights make the errors subnormal, they are not relative to anything
         bounds = [*_bounds(magnitude, weights, byte[part], energy), energy[:, None]]
         area = share[start // each : (start + _BLOCKS) // each]
         *bounds, energy = (torch.bmm(area, bound.unflatten(0, (-1, each)))[:, 0] for bound in bounds)
@@ -156,15 +157,17 @@ def _bounds(magnitude, weights, byte, energy) -> list[torch.Tensor]:
     scales of `byte` int32 `[n]` are in [0.5, 1), and larger ones do not matter.
     """
     exact = not (magnitude.view(torch.int32) & ((1 << _REST) - 1)).any()
-    octaves = (_octave(magnitude, weights, exact, octave) for octave in (1, 2))
+    octaves = (_octave(magnitude, weights, exact, octave) for octave in (1.0, 2.0))
     bounds = [torch.minimum(one, two, out=one) for one, two in zip(*octaves, strict=True)]
-    worst, index, octave = bounds[-1].amax(-1), torch.arange(len(byte), device=byte.device), 4
-    while len(index):
+    worst, index, octave = bounds[-1].amax(-1), torch.arange(len(byte), device=byte.device), 4.0
+    while True:
         # What the clipped weights alone cost with any smaller scale.
         clipped = (magnitude - E2M1_MAX / octave).clamp_(min=0).square_()
         clipped = (clipped if weights is None else clipped.mul_(weights)).sum(-1)
         byte = byte - 1
         alive = ((clipped <= worst + (1 + _TOLERANCE) * energy) & (byte > 0)).nonzero().flatten()
+        if not len(alive):
+            return bounds
         index, magnitude, byte, energy = index[alive], magnitude[alive], byte[alive], energy[alive]
         weights = None if weights is None else weights[alive]
         for bound, error in zip(bounds, _octave(magnitude, weights, exact, octave), strict=True):
@@ -172,10 +175,9 @@ def _bounds(magnitude, weights, byte, energy) -> list[torch.Tensor]:
             bound[index] = least
         worst = least.amax(-1)
         octave *= 2
-    return bounds
 
 
-def _octave(magnitude: torch.Tensor, weights: torch.Tensor | None, exact: bool, octave: int) -> list[torch.Tensor]:
+def _octave(magnitude: torch.Tensor, weights: torch.Tensor | None, exact: bool, octave: float) -> list[torch.Tensor]:
     """`_bounds` for the scales s = (1 + m/256) / 2 / octave alone.
 
     What a magnitude u adds for each of the 256 scales is a row of a table, and `embedding_bag` sums the rows of a

@@ -95,9 +95,9 @@ class Packer:
             return recipe.quantize(weight, name, keep=keep)
         if self.config.channel_weights:
             return recipe.quantize(weight, name, hessian.diagonal, keep)
-        return quantize_with_feedback(
-            weight, hessian.matrix, recipe.format, recipe.options, recipe.macro_block, keep, name=name
-        )
+        damping = calibration.damping(hessian)
+        how = (recipe.format, recipe.options, recipe.macro_block, keep, damping, name)
+        return quantize_with_feedback(weight, hessian.matrix, *how)
 
     def linears(self, names: tuple[str, ...], hessian: Hessian | None) -> dict[str, torch.Tensor]:
         """The tensors of packed linears that read the same input, by full name."""

@@ -62,8 +62,9 @@ def fake_quantize_kernel(x, out, K, stride_x, E8M0: tl.constexpr, BLOCK: tl.cons
         result = round_magnitude(ratio) * scale * global_scale
         bad = peak >= INFINITY
     result = tl.where(bad, float("nan"), result)
-    negative = (values.to(tl.uint32, bitcast=True) >> 31) == 1
-    tl.store(out + columns, tl.where(negative, -result, result).to(out.dtype.element_ty), mask=columns < K)
+    sign = (values.to(tl.uint32, bitcast=True) >> 31) << 31  # as a bit: triton 3.7 negates 0 to 0
+    result = (result.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    tl.store(out + columns, result.to(out.dtype.element_ty), mask=columns < K)
 
 
 def options(fmt: BlockFormat, k: int) -> dict:

@@ -106,11 +106,10 @@ def transposed(outliers: Outliers, n: int, k: int, experts: int) -> Outliers:
 
     Columns are int32 then. Entries that `offsets` does not speak of (those of other rows) come last.
     """
-    rows = outliers.offsets.shape[0] - 1
     entry = torch.arange(outliers.values.shape[0], dtype=torch.int32, device=outliers.values.device)
-    row = torch.searchsorted(outliers.offsets, entry, right=True) - 1
+    row = torch.searchsorted(outliers.offsets, entry, right=True) - 1  # -1 before the first offset
     key = row // n * k + outliers.columns.to(torch.int64)
-    key = torch.where((row >= 0) & (row < rows), key, experts * k)
+    key = torch.where(row >= 0, key, experts * k)
     key, order = key.sort(stable=True)  # keeps rows in order: the sum over them is the same each time
     offsets = torch.searchsorted(key, torch.arange(experts * k + 1, device=key.device), out_int32=True)
     return Outliers(outliers.values[order], (row[order] % n).to(torch.int32), offsets)

@@ -43,7 +43,7 @@ def quotient(value, scale, reciprocal, DIVIDE: tl.constexpr):
     if DIVIDE:
         return tl.math.div_rn(value, scale)
     first = value * reciprocal
-    return tl.fma(tl.fma(-first, scale, value), reciprocal, first)
+    return tl.fma(tl.fma(first, -scale, value), reciprocal, first)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def search(magnitudes, importance, amax, offset, alive, E8M0: tl.constexpr, BLOC
                 ratio = magnitudes[i] * reciprocal
             else:
                 ratio = quotient(magnitudes[i], scale, reciprocal, DIVIDE)
-            error = tl.fma(round_magnitude(ratio), scale, -magnitudes[i])  # the product is exact
+            error = tl.fma(round_magnitude(ratio), -scale, magnitudes[i])  # the product is exact
             error = error * error
             if importance is not None:
                 error = error * importance[i]
