@@ -19,7 +19,10 @@ from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 QUANT_METHOD = "hf_mxfp4"
 FORMAT_VERSION = 1  # of the fields below as stored in config.json
 _COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_CALIBRATION_KEYS = ("calibration", "calibration_samples", "calibration_length", "calibration_seed", "calibration_dir")
+_CALIBRATION_KEYS = (
+    *("calibration", "calibration_samples", "calibration_length", "calibration_seed", "calibration_dir"),
+    "calibration_device",
+)
 _WHOLE_MODEL_KEYS = ("outlier_fallback", "error_feedback", "channel_weights")
 MOST_OUTLIERS = 0.1  # the largest budget
 
@@ -60,6 +63,9 @@ class FP4Config(QuantizationConfigMixin):
         calibration_dir (`str`, *optional*):
             Folder that keeps finished layers, from which an interrupted run with the same config goes on, and
             `calibration.safetensors`: the tokens and statistics.
+        calibration_device (`str`, *optional*):
+            Device to calibrate on, one block of the model at a time (`"cuda"` for a model that is loaded into CPU
+            memory); where the model is if not given.
         activation_format (`str`, *optional*):
             `"same"`: round activations to each layer's own format as they come (W4A4). May be given beside a quantized
             checkpoint too.
@@ -110,6 +116,7 @@ class FP4Config(QuantizationConfigMixin):
         calibration_length: int = 256,
         calibration_seed: int = 0,
         calibration_dir: str | None = None,
+        calibration_device: str | None = None,
         activation_format: str | None = None,
         modules_to_not_convert: list[str] | None = None,
         overrides: dict[str, dict | str] | None = None,
@@ -130,6 +137,7 @@ class FP4Config(QuantizationConfigMixin):
         self.calibration, self.calibration_seed = copy.deepcopy(calibration), calibration_seed
         self.calibration_samples, self.calibration_length = calibration_samples, calibration_length
         self.calibration_dir = None if calibration_dir is None else str(calibration_dir)
+        self.calibration_device = None if calibration_device is None else str(calibration_device)
         self.activation_format = activation_format
         # Copies: nothing may change a config once it is checked. JSON keeps the order of pairs, not of keys.
         self.modules_to_not_convert = copy.deepcopy(modules_to_not_convert)
@@ -270,7 +278,7 @@ class FP4Config(QuantizationConfigMixin):
         for name in FIELDS:
             value = copy.deepcopy(getattr(self, name))
             fields[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        fields["calibration_dir"] = None  # of the machine that quantized
+        fields["calibration_dir"] = fields["calibration_device"] = None  # of the machine that quantized
         if isinstance(self.calibration, list):
             fields["calibration"] = f"{len(self.calibration)} texts"
         if self.overrides is not None:

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Error feedback: columns are rounded in order, and those to come make up for what rounding did to a layer's output.
 
-With H the mean of x xᵀ over inputs x, rounding W to Ŵ costs tr(E H Eᵀ) = ‖E R‖², where E = W − Ŵ and H = R Rᵀ with R
-upper triangular. Column j of E R is R_jj times the distance of Ŵ's column j from
+With H the mean of x xᵀ over inputs x, rounding W to Ŵ costs tr(E H Eᵀ), E = W − Ŵ. Let H = R Rᵀ with R upper
+triangular, and S = R diag(R)⁻¹. A column's target is what costs least given how those before it were rounded; with D
+the targets less what they became, target j is W_j − Σ_{i<j} D_i (S⁻¹)_ij, and the cost is Σ_j R_jj² ‖D_j‖². That is
+GPTQ, whose factor of H⁻¹ is R⁻¹.
 
-    W_j + Σ_{i<j} E_i R_ij / R_jj,
+Without the D_i of some columns before it, the same sum is a column's target should those be met exactly. Block scales
+and macro factors are searched on that when their first column is reached, with weights R_jj². Measured, see
+`quantize_with_feedback`.
 
-so each column is rounded to this target, and squared error there costs R_jj². That is GPTQ; its factor is R⁻¹, which
-need not be formed. Block scales are searched in full on the targets as their block is reached, weighted by R_jj².
-
-Sources: GPTQ, arXiv 2210.17323; the same without an inverse: QuIP (LDLQ), arXiv 2307.13304.
+Sources: GPTQ, arXiv 2210.17323; as a triangular decomposition of H: QuIP (LDLQ), arXiv 2307.13304.
 """
 
 from __future__ import annotations
@@ -112,12 +113,12 @@ def quantize_with_feedback(
 
     n, k = weight.shape
     global_scale = power_of_two_global_scale(block_amax(weight, fmt.block_size)) if fmt.has_global_scale else None
-    error = torch.zeros((n, k), dtype=torch.float32, device=weight.device)  # weight - stored, of the columns done
+    residual = torch.zeros((n, k), dtype=torch.float32, device=weight.device)  # target - stored, of the columns done
     stored = None if keep is None else weight.clone()
     codes, scales, macros = [], [], []
     for start in range(0, k, _SLAB):
         slab = slice(start, min(start + _SLAB, k))
-        target = torch.addmm(weight[:, slab].to(torch.float32), error[:, :start], feedback[:start, slab])
+        target = torch.addmm(weight[:, slab].to(torch.float32), residual[:, :start], feedback[:start, slab])
         factors = None
         if macro_block is not None:
             free = target if keep is None else target.masked_fill(keep[:, slab], 0.0)
@@ -134,10 +135,10 @@ def quantize_with_feedback(
             scale = _search(columns, kept, fmt, global_scale, factors, cost[block])
             real = fmt.decode_scale(scale) if factors is None else fmt.decode_scale(scale) * factors
             part = None if stored is None else stored[:, block]
-            codes.append(_round(weight[:, block], columns, real, global_scale, feedback[block, block], kept, part))
+            codes.append(_round(columns, real, global_scale, feedback[block, block], kept, part))
             scales.append(scale)
-            error[:, block] = weight[:, block] - columns
-            target[:, inside.stop :].addmm_(error[:, block], feedback[block, block.stop : slab.stop])
+            residual[:, block] = columns
+            target[:, inside.stop :].addmm_(columns, feedback[block, block.stop : slab.stop])
     return QuantizedTensor(
         reference.pack(torch.cat(codes, 1)),
         fmt.scale_from_bytes(torch.stack([scale.view(torch.uint8) for scale in scales], 1)),
@@ -167,8 +168,8 @@ def _check(weight, hessian, options, keep, damping, name) -> None:
 
 
 def _factor(hessian: torch.Tensor, damping: float, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an error in column i adds to the target of column j, float32 `[K, K]` at (i, j), and the cost of squared
-    error in each column, `[K]`, relative to the mean of the Hessian's diagonal."""
+    """What a residual of column i adds to the target of column j, float32 `[K, K]` at (i, j), and the cost of squared
+    residuals in each column, `[K]`, relative to the mean of the Hessian's diagonal."""
     mean = hessian.diagonal().mean()
     if mean == 0:
         return torch.zeros_like(hessian), torch.ones_like(hessian[0])
@@ -187,7 +188,9 @@ def _factor(hessian: torch.Tensor, damping: float, name: str) -> tuple[torch.Ten
                 )
             factor = factor.flip(0, 1)
             root = factor.diagonal().clone()
-            return factor.div_(root).fill_diagonal_(0.0), root.square()
+            identity = torch.eye(len(root), device=root.device)
+            inverse = torch.linalg.solve_triangular(factor.div_(root), identity, upper=True, unitriangular=True)
+            return inverse.neg_().fill_diagonal_(0.0), root.square()
         tried *= 10
     raise ValueError(
         f"{name}: the Hessian of its inputs is not positive definite, or holds NaN or Inf, and damping up to "
@@ -202,10 +205,10 @@ def _search(columns, kept, fmt, global_scale, factors, cost) -> torch.Tensor:
     return finish(unit.search_full()[0], unit.amax, fmt).scale
 
 
-def _round(weight, columns, scale, global_scale, feedback, kept, stored) -> torch.Tensor:
+def _round(columns, scale, global_scale, feedback, kept, stored) -> torch.Tensor:
     """Round one block's columns in order: codes uint8 `[N, B]`.
 
-    `columns` `[N, B]` holds the targets as errors left of the block made them, and then the values stored. `feedback`
+    `columns` `[N, B]` holds the targets as the columns left of the block made them, and then the residuals. `feedback`
     `[B, B]`; `kept` bool `[N, B]`, whose values are written into `stored` `[N, B]`, of the weight's dtype.
     """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
@@ -227,6 +230,6 @@ def _round(weight, columns, scale, global_scale, feedback, kept, stored) -> torc
             exact = target.clamp(-limit, limit).to(stored.dtype)
             stored[:, j] = torch.where(kept[:, j], exact, stored[:, j])
             value = torch.where(kept[:, j], exact.to(torch.float32), value)
-        columns[:, j] = value
-        columns[:, j + 1 :].addr_(weight[:, j] - value, feedback[j, j + 1 :])
+        target -= value
+        columns[:, j + 1 :].addr_(target, feedback[j, j + 1 :])
     return codes

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from hf_mxfp4.blocks import Units, block_amax, power_of_two, round_magnitude, row_chunks
-from hf_mxfp4.formats import E2M1_MAX, MACRO_BLOCK, BlockFormat
+from hf_mxfp4.formats import E2M1_MAX, MACRO_BLOCK, MXFP4, BlockFormat
 from hf_mxfp4.scales import Scales
 
 MODES = ("static", "search")
+
+_EACH = MACRO_BLOCK // MXFP4.block_size  # blocks under one factor
 
 # The filter of `search`, see `_octave`.
 _REST = 16  # bits of a float32 beside sign, exponent and the first 7 of the mantissa: bfloat16 has none of them
@@ -48,7 +50,8 @@ def static_factors(weight: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 `[N, ceil(K/128)]`; 0 where all weights are zero.
     """
-    amax = block_amax(F.pad(weight, (0, -weight.shape[1] % MACRO_BLOCK)), MACRO_BLOCK)
+    amax = block_amax(weight, MXFP4.block_size)
+    amax = F.pad(amax, (0, -amax.shape[1] % _EACH)).unflatten(1, (-1, _EACH)).amax(-1)
     return (((amax / E2M1_MAX).view(torch.int32) + (1 << 14)) >> 15).bitwise_and_(0xFF).to(torch.uint8)
 
 
@@ -60,19 +63,18 @@ def search(
 ) -> tuple[Scales, torch.Tensor]:
     """The best of all 256 factors for each macro-block, with the best exponents of its blocks for that factor.
 
-    The result is a function of each macro-block alone, by this definition in float32:
+    The result is a function of each macro-block alone, and there is no schedule to follow:
 
-    1. u = |w| / 2^o, where o is the exponent of the block's maximum (at most 126). A scale is s = 2^e f, a code is
-       u / s rounded to nearest, and the block's error is the sum of h (code s - u)^2, halves first: `Units.error`.
-       `h` is 1 without `channel_weights`, and in blocks where they see nothing.
-    2. For every factor, a block takes the exponent of least error; on a tie the smaller. (Without weights, it is the
-       largest with max u >= 3.5 s or the next below: a still smaller scale clips the maximum, which costs more than
-       finer steps save on 31 others.)
-    3. These errors e_0..e_3, each times 4^(o - the largest o; at least -63), are summed as (e_0 + e_2) + (e_1 + e_3).
-       Blocks that the weights see nothing of do not count, unless they see nothing of the whole macro-block.
-    4. The factor with the least sum wins; on a tie the smaller.
+    1. u = |w| / 2^o, where o is the exponent of the block's maximum, at most 126. A scale is s = 2^e f with e <= 124.
+       Codes are u / s rounded to nearest; the error of a block is the sum of h (code s - u)^2, halves first, in
+       float32 (`Units.error`). h is 1 without `channel_weights`, and in blocks of which they see nothing.
+    2. With each factor a block takes the exponent of least error, on a tie the smaller. Without weights that is the
+       largest with max u >= 3.5 s or the next below: to clip at 6 of 14 costs more than finer steps save elsewhere.
+    3. A factor is judged by (e_0 + e_2) + (e_1 + e_3), the errors of the blocks, each times 4^(o - the largest o);
+       differences below -63 count as -63. Blocks of which the weights see nothing are left out, unless all four are.
+    4. The factor with the least sum wins, on a tie the smaller.
 
-    All factors need not be tried that way: see `_bounds`.
+    Only speed comes from `_candidates`: proven bounds on the errors of all factors, which leave 2 or 3 to be tried.
 
     Args:
         weight (`torch.Tensor`): bfloat16, float16 or float32 `[N, K]`, finite, K a multiple of the block size.
@@ -100,11 +102,10 @@ def search(
 
 def _search(unit: Units) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale bytes int32 `[n]` and factors int64 `[n/4]` of the blocks of whole macro-blocks."""
-    each = MACRO_BLOCK // unit.fmt.block_size
-    offset = unit.offset.view(-1, each)
+    offset = unit.offset.view(-1, _EACH)
     counts = torch.ones_like(offset, dtype=torch.bool)
     if unit.unseen is not None:
-        counts = ~unit.unseen.view(-1, each)
+        counts = ~unit.unseen.view(-1, _EACH)
         counts |= ~counts.any(-1, keepdim=True)
     largest = offset.where(counts, -126).amax(-1, keepdim=True)
     share = power_of_two(2 * (offset - largest).clamp(-63, 0)) * counts
@@ -113,11 +114,11 @@ def _search(unit: Units) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
     for part in range(0, len(m), _PAIRS):
         index = macro_block[part : part + _PAIRS]
-        pairs = unit[(index[:, None] * each + torch.arange(each, device=index.device)).flatten()]
-        pairs.factor = factors(m[part : part + _PAIRS]).repeat_interleave(each)
+        pairs = unit[(index[:, None] * _EACH + torch.arange(_EACH, device=index.device)).flatten()]
+        pairs.factor = factors(m[part : part + _PAIRS]).repeat_interleave(_EACH)
         byte, error = pairs.search_full()
-        error = error.view(-1, each) * share[index]
-        found.append((byte.view(-1, each), (error[:, 0] + error[:, 2]) + (error[:, 1] + error[:, 3])))
+        error = error.view(-1, _EACH) * share[index]
+        found.append((byte.view(-1, _EACH), (error[:, 0] + error[:, 2]) + (error[:, 1] + error[:, 3])))
     byte, error = (torch.cat(parts) for parts in zip(*found, strict=True))
     least = torch.full_like(share[:, 0], torch.inf).scatter_reduce_(0, macro_block, error, "amin")
     best = (error == least[macro_block]).nonzero().flatten()
@@ -128,47 +129,46 @@ def _search(unit: Units) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _candidates(unit: Units, share: torch.Tensor) -> torch.Tensor:
     """Bool `[n/4, 256]`: the factors that have the least error of each macro-block, or may have it."""
-    each = share.shape[1]
     # In these units the largest scale that matters is in [0.5, 1), whatever the factor.
     stretch = torch.where((unit.amax < 1.75) | (unit.offset == 126), 2.0, 1.0)
-    share = (share / stretch.square().view(-1, each))[:, None]
-    byte = unit.offset + 127 - stretch.to(torch.int32)
+    share = (share / stretch.square().view(-1, _EACH))[:, None]
+    below = (unit.offset + 127 - stretch.to(torch.int32)).clamp(max=100)  # errors of smaller weights vanish
     found = []
-    for start in range(0, len(byte), _BLOCKS):
+    for start in range(0, len(stretch), _BLOCKS):
         part = slice(start, start + _BLOCKS)
         magnitude, weights = (unit.magnitude[part] * stretch[part, None]).contiguous(), None
         if unit.weights is not None:
             weights = unit.weights[part].contiguous()
             magnitude.mul_(weights > 0)
         energy = (magnitude.square() if weights is None else magnitude.square() * weights).sum(-1)
-        energy += 2.0**-100  # where weights make the errors subnormal, they are not relative to anything
-        bounds = [*_bounds(magnitude, weights, byte[part], energy), energy[:, None]]
-        area = share[start // each : (start + _BLOCKS) // each]
-        *bounds, energy = (torch.bmm(area, bound.unflatten(0, (-1, each)))[:, 0] for bound in bounds)
+        energy += 2.0**-100  # what is smaller may be subnormal, and not as precise
+        bounds = [*_bounds(magnitude, weights, below[part], energy), energy[:, None]]
+        area = share[start // _EACH : (start + _BLOCKS) // _EACH]
+        *bounds, energy = (torch.bmm(area, bound.unflatten(0, (-1, _EACH)))[:, 0] for bound in bounds)
         found.append(bounds[0] <= bounds[-1].amin(-1, keepdim=True) + _TOLERANCE * energy)
     found = torch.cat(found)
-    found[unit.amax.view(-1, each).amax(-1) == 0, 1:] = False
+    found[unit.amax.view(-1, _EACH).amax(-1) == 0, 1:] = False
     return found
 
 
-def _bounds(magnitude, weights, byte, energy) -> list[torch.Tensor]:
-    """Bounds `[n, 256]` on what each factor, with the best exponent, leaves of the `energy` `[n]` of each block: error
-    less energy, from below and from above, or a single one if both are equal. `magnitude`, `weights` `[n, B]`; the
-    scales of `byte` int32 `[n]` are in [0.5, 1), and larger ones do not matter.
+def _bounds(magnitude, weights, below, energy) -> list[torch.Tensor]:
+    """Bounds `[n, 256]` on the error of each block for each factor, with the best exponent, less its `energy` `[n]`:
+    from below and from above, or a single one if they are equal. `magnitude`, `weights` `[n, B]`. Scales are in
+    [0.5, 1) or in one of the `below` int32 `[n]` octaves below it.
     """
     exact = not (magnitude.view(torch.int32) & ((1 << _REST) - 1)).any()
     octaves = (_octave(magnitude, weights, exact, octave) for octave in (1.0, 2.0))
     bounds = [torch.minimum(one, two, out=one) for one, two in zip(*octaves, strict=True)]
-    worst, index, octave = bounds[-1].amax(-1), torch.arange(len(byte), device=byte.device), 4.0
+    worst, index, octave = bounds[-1].amax(-1), torch.arange(len(below), device=below.device), 4.0
     while True:
-        # What the clipped weights alone cost with any smaller scale.
+        # What the clipped weights alone cost with any smaller scale:
         clipped = (magnitude - E2M1_MAX / octave).clamp_(min=0).square_()
         clipped = (clipped if weights is None else clipped.mul_(weights)).sum(-1)
-        byte = byte - 1
-        alive = ((clipped <= worst + (1 + _TOLERANCE) * energy) & (byte > 0)).nonzero().flatten()
+        below = below - 1
+        alive = ((clipped <= worst + (1 + _TOLERANCE) * energy) & (below > 0)).nonzero().flatten()
         if not len(alive):
             return bounds
-        index, magnitude, byte, energy = index[alive], magnitude[alive], byte[alive], energy[alive]
+        index, magnitude, below, energy = index[alive], magnitude[alive], below[alive], energy[alive]
         weights = None if weights is None else weights[alive]
         for bound, error in zip(bounds, _octave(magnitude, weights, exact, octave), strict=True):
             least = torch.minimum(bound[index], error)
@@ -194,7 +194,7 @@ def _octave(magnitude: torch.Tensor, weights: torch.Tensor | None, exact: bool, 
         distance = magnitude - (bits >> _REST << _REST).view(torch.float32).clamp_(max=8.0)
         distance = distance if weights is None else distance * weights
         upper += F.embedding_bag(row, slopes, mode="sum", per_sample_weights=distance)
-    upper /= octave**2
+    upper.div_(octave).div_(octave)  # the square may overflow
     if exact:
         return [upper]
     excess = F.embedding_bag(row, excess, mode="sum", per_sample_weights=weights)

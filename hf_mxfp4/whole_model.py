@@ -39,7 +39,7 @@ def quantize_model(model: nn.Module, plan: Plan, config: FP4Config, tokenizer: C
     """
     packer = Packer(model, plan, config)
     if config.needs_calibration:
-        report = calibration.calibrate(model, plan, config, packer, tokenizer)
+        report = calibration.calibrate(model, plan, config, packer, tokenizer, config.calibration_device)
         for line in report.summary():
             logger.info("hf_mxfp4: %s", line)
         for name, note in report.notes.items():

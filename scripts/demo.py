@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize the bundled language model to FP4 in five ways and show what each costs and saves.
+"""Quantize the bundled language model to FP4 in seven ways and show what each costs and saves.
 
 Prints one table (size, weight error, KL divergence to bf16, perplexity on text the model never saw), reloads the saved
 NVFP4 model and lets it write. Everything is left in `demo_output/`: the checkpoints, a chart (`demo.png`) and the
@@ -44,13 +44,16 @@ class Method(NamedTuple):
 
 BASE = Method("bf16", "bf16", None)
 SHOWN = Method("NVFP4 soar", "nvfp4", FP4Config(format="nvfp4", scale_rule="soar"))  # reloaded, writes the sample
+CORRECTED = FP4Config(format="mxfp4", macro_block="search", outlier_fallback=0.005, error_feedback=True)
 METHODS = (
     BASE,
     Method("NVFP4 amax", "nvfp4-amax", FP4Config(format="nvfp4", scale_rule="amax")),
     Method("NVFP4 four_over_six", "nvfp4-four-over-six", FP4Config(format="nvfp4", scale_rule="four_over_six")),
     SHOWN,
+    Method("NVFP4 + feedback", "nvfp4-feedback", FP4Config(error_feedback=True)),
     Method("MXFP4 amax", "mxfp4-amax", FP4Config(format="mxfp4", scale_rule="amax")),
     Method("MXFP4 soar", "mxfp4", FP4Config(format="mxfp4", scale_rule="soar")),
+    Method("MXFP4 all corrections", "mxfp4-corrected", CORRECTED),
 )
 
 

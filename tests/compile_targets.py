@@ -21,14 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
-from hf_mxfp4.kernels import dequantize, fake_quantize, gemm, quantize
+from hf_mxfp4.kernels import dequantize, fake_quantize, gemm, outliers, quantize
 
 POINTERS = {
     **{"packed": "*u8", "scale": "*u8", "global_scale": "*fp32", "offsets": "*i32"},
     **{"channel_weights": "*fp32", "words": "*i32"},
+    **{"macro": "*u8", "addend": "*fp32", "columns": "*u16", "row_offsets": "*i32"},
 }
-ACTIVATIONS = ("x", "bias", "out", "weight")
-ANY_SIZE = ("tokens", "experts", "R", "rows_per_matrix", "blocks", "blocks_per_row")  # no multiples of 16
+ACTIVATIONS = ("x", "bias", "out", "weight", "values")
+ANY_SIZE = ("tokens", "experts", "R", "rows_per_matrix", "blocks", "blocks_per_row", "first")  # no multiples of 16
 # Every kernel, format, dtype and tile size at least once, in a third of the time that all of them take.
 BRIEF = """
 dequantize mxfp4 bf16
@@ -36,14 +37,18 @@ dequantize nvfp4 fp32
 fake_quantize mxfp4 fp32
 fake_quantize nvfp4 bf16
 linear mxfp4 tokens=512 experts=1 bf16
+linear mxfp4 tokens=512 experts=1 bf16 corrected
 linear mxfp4 tokens=64 experts=1 fp16
 linear mxfp4 tokens=64 experts=1 fp32
 linear nvfp4 tokens=1 experts=1 bf16
 linear nvfp4 tokens=4096 experts=128 bf16
 linear_grad mxfp4 tokens=4096 experts=128 bf16
+linear_grad mxfp4 tokens=64 experts=1 fp16 corrected
 linear_grad nvfp4 tokens=64 experts=1 bf16
+outlier_product tokens=64 experts=128 bf16
 quantize mxfp4 bf16
 quantize nvfp4 fp32 weighted
+scatter bf16
 """.strip().splitlines()
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -52,12 +57,14 @@ def variants(backend: str) -> Iterator[tuple]:
     """(name, kernel, dtype, compile-time arguments, launch options), as the launchers would choose them."""
     for fmt in FORMATS.values():
         e8m0 = fmt.scale_dtype == torch.uint8
-        absent = {} if fmt.has_global_scale else {"global_scale": None}
+        absent = {"macro": None} if fmt.has_global_scale else {"global_scale": None}
+        plain = {"macro": None, "addend": None}
         shape = {"E8M0": e8m0, "BLOCK": fmt.block_size}
         for dtype in (torch.bfloat16, torch.float32):
             constants = {**shape, **absent, "EVEN_K": dtype == torch.bfloat16}
             name = f"dequantize {fmt.name} {SHORT[dtype]}"
-            yield name, dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
+            yield name, dequantize.dequantize_kernel, dtype, constants | plain, dequantize.TILE
+            yield f"{name} corrected", dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
             name = f"fake_quantize {fmt.name} {SHORT[dtype]}"
             yield name, fake_quantize.fake_quantize_kernel, dtype, shape, fake_quantize.options(fmt, 4096)
             for weighted in (False, True):
@@ -71,16 +78,25 @@ def variants(backend: str) -> Iterator[tuple]:
             *((dtype, 64, 1) for dtype in (torch.float16, torch.float32)),
             (torch.bfloat16, 4096, 128),
         ):
-            for grad in (False, True):
+            for grad, corrected in ((False, False), (True, False), (False, True), (True, True)):
                 if grad and tokens == 1:
                     continue
-                tile = gemm.tile(dtype, tokens, experts, grad)
+                tile = gemm.tile(dtype, tokens, experts, grad, macro=corrected and e8m0)
                 constants = {**gemm.constants(dtype, weight, tile["TILE_K"], experts), **absent}
+                constants |= {} if corrected else plain
                 if experts == 1:
                     constants |= {"offsets": None, "bias": None}
                 kernel = gemm.linear_grad_kernel if grad else gemm.linear_kernel
-                name = f"{fmt.name} tokens={tokens} experts={experts} {SHORT[dtype]}"
+                name = (
+                    f"{fmt.name} tokens={tokens} experts={experts} {SHORT[dtype]}{' corrected' if corrected else ''}"
+                )
                 yield f"{'linear_grad' if grad else 'linear'} {name}", kernel, dtype, constants, tile
+    for dtype in (torch.bfloat16, torch.float32):
+        yield f"scatter {SHORT[dtype]}", outliers.scatter_kernel, dtype, {}, outliers.SCATTER
+    for tokens, experts in ((16, 1), (64, 128), (128, 1)):
+        constants = {"EXPERTS": experts, **({"offsets": None} if experts == 1 else {})}
+        name, options = f"outlier_product tokens={tokens} experts={experts} bf16", outliers.product_options(tokens)
+        yield name, outliers.outlier_product_kernel, torch.bfloat16, constants, options
 
 
 def compile_variant(kernel, dtype, constants: dict, options: dict, target: GPUTarget):

@@ -38,7 +38,7 @@ def output_error(weight: torch.Tensor, quantized: QuantizedTensor, hessian: torc
 
 def same(one: QuantizedTensor, other: QuantizedTensor) -> bool:
     parts = [(p, q) for p, q in zip((*one[:3], one.macro), (*other[:3], other.macro), strict=True) if p is not None]
-    return all(torch.equal(p.view(torch.uint8), q.view(torch.uint8)) for p, q in parts)
+    return all(torch.equal(p.reshape(-1).view(torch.uint8), q.reshape(-1).view(torch.uint8)) for p, q in parts)
 
 
 # --- the textbook ----------------------------------------------------------------------------------------------------
@@ -228,19 +228,20 @@ def test_all_and_no_outliers(fmt):
 
 
 def opposed(k: int) -> torch.Tensor:
-    """A Hessian by which an error in column 0 is worth a hundred times as much in column 1."""
+    """A Hessian by which an error in column 0 is worth a thousand times as much in column 20."""
     hessian = torch.eye(k) * 0.01
-    hessian[:2, :2] = torch.tensor([[1e4, 100.0], [100.0, 1.01]])
+    hessian[0, 0], hessian[20, 20] = 1e6, 1.01
+    hessian[0, 20] = hessian[20, 0] = 1e3
     return hessian
 
 
 def test_outliers_beyond_the_dtype():
     """A float16 target above 65504 is stored as 65504."""
     weight = torch.zeros(4, 32, dtype=torch.float16)
-    weight[:, :2] = 40_000.0
+    weight[:, (0, 20)] = 40_000.0
     weight[:, 2] = 60_000.0
     keep = torch.zeros(4, 32, dtype=torch.bool)
-    keep[:, 1] = True
+    keep[:, 20] = True
     found = quantize_with_feedback(weight, opposed(32), MXFP4, keep=keep, damping=1e-6)
     assert found.outliers.values.abs().tolist() == [65504.0] * 4
 

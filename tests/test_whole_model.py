@@ -291,6 +291,8 @@ def test_calibration_dir(tmp_path):
     assert {"calibration.safetensors", "job.json"} <= {file.name for file in tmp_path.iterdir()}
     again = load("qwen3", **fields)
     assert_same_tensors(first.state_dict(), again.state_dict())
+    anew = load("qwen3", error_feedback=True, calibration_device="cpu", **SMALL)
+    assert_same_tensors(first.state_dict(), anew.state_dict())
     with pytest.raises(ValueError, match="another"):
         load("qwen3", format="mxfp4", **fields)
     reused = load("qwen3", channel_weights=True, calibration=str(tmp_path / "calibration.safetensors"), **SMALL)

@@ -41,10 +41,12 @@ def add_product(x, weights, total, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def load_addend(addend, rows, columns, end, width, tokens):
-    """`addend [width, tokens]` at tokens `rows` and outputs `columns`, turned to the shape of a tile."""
-    mask = (rows < end)[:, None] & (columns < width)[None, :]
-    return tl.load(addend + columns.to(tl.int64)[None, :] * tokens + rows[:, None], mask=mask, other=0.0)
+def load_addend(addend, row, end, column, width, tokens, TILE_M: tl.constexpr, TILE: tl.constexpr):
+    """`addend [width, tokens]` at tokens from `row` and outputs from `column` on, turned: `[TILE_M, TILE]`."""
+    addend += tl.cast(column, tl.int64) * tokens + row  # offsets of 32 bits in the tile: fewer registers
+    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE)
+    mask = (row + rows < end)[:, None] & (column + columns < width)[None, :]
+    return tl.load(addend + (columns[None, :] * tokens + rows[:, None]), mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -117,7 +119,7 @@ def linear_kernel(
     if global_scale is not None:
         total = total * tl.load(global_scale + expert)
     if addend is not None:
-        total = total + load_addend(addend, rows, columns, end, N, tokens)
+        total = total + load_addend(addend, row, end, tl.program_id(1) * TILE_N, N, tokens, TILE_M, TILE_N)
     if bias is not None:
         total = total + tl.load(bias + weight_rows, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     mask = (rows < end)[:, None] & (columns < N)[None, :]
@@ -187,7 +189,7 @@ def linear_grad_kernel(
         total = total * tl.load(global_scale + expert)
     columns = first + tl.arange(0, TILE_K)
     if addend is not None:
-        total = total + load_addend(addend, rows, columns, end, K, tokens)
+        total = total + load_addend(addend, row, end, first, K, tokens, TILE_M, TILE_K)
     mask = (rows < end)[:, None] & (columns < K)[None, :]
     tl.store(out + rows[:, None] * K + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -197,7 +199,8 @@ def linear_grad_kernel(
 # outputs in the smallest tile leave more programs for a single token. float32 has no tensor cores: there the
 # accumulator and both operands live in registers.
 TILES = {16: (32, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}
-TILES_MACRO = TILES | {32: (64, 64, 4, 3), 128: (64, 64, 8, 3)}  # a second accumulator, or two terms of a weight
+# With macro factors there is a second accumulator, or a weight has two terms.
+TILES_MACRO = {16: (32, 128, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 8, 3), 128: (64, 64, 8, 3)}
 TILES_FLOAT32 = {16: (64, 32, 4, 1), 64: (64, 32, 4, 1)}
 OUTLIER_TOKENS = 8192  # at once, without experts: what outliers add takes 4 bytes for each output
 

@@ -12,6 +12,12 @@ from hf_mxfp4.formats import Outliers, QuantizedTensor
 from hf_mxfp4.kernels.decode import find_rows, slots_of
 
 ENTRIES = 16  # read at once: about as many as a row has, 0.5 % of 4096
+SCATTER = {"ENTRIES": ENTRIES, "num_warps": 1}
+
+
+def product_options(tile_m: int) -> dict[str, int]:
+    """Tile sizes and launch options of `outlier_product_kernel` for `tile_m` tokens at once."""
+    return {"TILE_M": tile_m, "ENTRIES": ENTRIES, "num_warps": max(1, tile_m // 32)}
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -31,7 +37,7 @@ def scatter(out: torch.Tensor, outliers: Outliers, first: int = 0) -> None:
     """Write outliers into `out` `[R, columns]`, in place; its columns are the weight's from `first` on."""
     values, columns, offsets = (tensor.contiguous() for tensor in outliers)
     with torch.cuda.device_of(out):
-        scatter_kernel[out.shape[0],](values, columns, offsets, out, first, out.shape[1], ENTRIES, num_warps=1)
+        scatter_kernel[out.shape[0],](values, columns, offsets, out, first, out.shape[1], **SCATTER)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -94,9 +100,7 @@ def outlier_product(
         features,
         experts,
         EXPERTS=triton.next_power_of_2(experts),
-        TILE_M=tile_m,
-        ENTRIES=ENTRIES,
-        num_warps=max(1, tile_m // 32),
+        **product_options(tile_m),
     )
     return out
 
