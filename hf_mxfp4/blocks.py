@@ -104,13 +104,14 @@ class Units:
             self.magnitude, self.amax = self.magnitude * unit[:, None], self.amax * unit
         self.weights = self.unseen = None
         if channel_weights is not None:
-            weights = channel_weights.to(self.magnitude).view(-1, fmt.block_size)
+            weights = channel_weights.to(self.magnitude).reshape(-1, fmt.block_size)
             weights = weights.t().repeat(1, weight.shape[0]).t()
             self.unseen = (weights * self.magnitude).sum(-1) == 0
             self.weights = torch.where(self.unseen[:, None], 1.0, weights)
         self._memory = self._scratch()
 
-    def __getitem__(self, index) -> Units:
+    def __getitem__(self, index: torch.Tensor) -> Units:
+        """The blocks of an index int64 `[m]`."""
         part = object.__new__(Units)
         part.__dict__.update(self.__dict__)
         for name in ("magnitude", "amax", "offset", "factor", "weights", "unseen"):

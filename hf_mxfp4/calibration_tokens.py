@@ -29,8 +29,8 @@ def calibration_tokens(
     Args:
         model: a transformers model in full precision; its generators are left as they are found.
         source (`str`, `Path` or `list[str]`):
-            `"self"`: sampled from the model, from its BOS token (or a random token if it has none), special tokens
-            suppressed. `"random"`: uniform ids, special tokens left out. A utf-8 text file or a list of strings:
+            `"self"`: sampled from the model after its BOS token (if it has one) and a random token, which spreads the
+            samples over what it knows; special tokens suppressed. `"random"`: uniform ids, special tokens left out. A utf-8 text file or a list of strings:
             windows spread evenly over the text, special tokens of the tokenizer around each. A `.safetensors` file of
             `save_statistics`: its tokens as they are (`samples`, `length` and `seed` do not apply). Any other string:
             a data set known to an installed provider (entry points of the group `hf_mxfp4.calibration`).
@@ -121,12 +121,11 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
     first = next((c.bos_token_id for c in _configs(model)[::-1] if getattr(c, "bos_token_id", None) is not None), None)
     if isinstance(first, (list, tuple)):
         first = first[0]
-    if first is None:
-        ids = _ordinary_ids(model, tokenizer)
-        start = ids[torch.randint(len(ids), (samples, 1), generator=torch.Generator().manual_seed(seed))]
-    else:
-        start = torch.full((samples, 1), first)
-    if length == 1:
+    ids = _ordinary_ids(model, tokenizer)
+    start = ids[torch.randint(len(ids), (samples, 1), generator=torch.Generator().manual_seed(seed))]
+    if first is not None:
+        start = torch.cat((torch.full((samples, 1), first), start), 1)[:, :length]
+    if start.shape[1] == length:
         return start
     # The model's own generation config (top_k, penalties, stop tokens) must not bend its distribution. EOS is
     # suppressed, not passed over: else short documents fill the samples (KL divergence of scripts/demo_lm to the
@@ -136,7 +135,7 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=length - 1,
+        max_new_tokens=length - start.shape[1],
         pad_token_id=0,
         suppress_tokens=sorted(i for i in _special_ids(model, tokenizer) if 0 <= i < _vocabulary(model)) or None,
     )

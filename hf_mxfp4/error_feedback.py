@@ -7,8 +7,10 @@ the targets less what they became, target j is W_j − Σ_{i<j} D_i (S⁻¹)_ij,
 GPTQ, whose factor of H⁻¹ is R⁻¹.
 
 Without the D_i of some columns before it, the same sum is a column's target should those be met exactly. Block scales
-and macro factors are searched on that when their first column is reached, with weights R_jj². Measured, see
-`quantize_with_feedback`.
+and macro factors are searched on that when their first column is reached, with weights R_jj²: the held-out KL of
+a small LM is then 0.0205, and 0.0212 with the Hessian's diagonal (NVFP4; `soar` without feedback: 0.0366).
+Damping 0.01 to 0.1 makes little difference there (0.0209 to 0.0207); with less varied text, 0.1 is better (0.0224
+against 0.0228).
 
 Sources: GPTQ, arXiv 2210.17323; as a triangular decomposition of H: QuIP (LDLQ), arXiv 2307.13304.
 """

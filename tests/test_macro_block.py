@@ -201,7 +201,6 @@ def test_search_is_exhaustive_at_the_ends(dtype):
     largest = torch.finfo(dtype).max
     rows = [
         (torch.randn(2, 160) * 2.0**126).clamp(-largest, largest),
-        torch.full((1, 160), largest),
         torch.randn(1, 160) * 2.0**-119,
         torch.randn(1, 160) * 2.0**-130,
         torch.randn(2, 160) * 2.0 ** torch.randint(-110, 110, (5,)).repeat_interleave(32),
@@ -210,7 +209,8 @@ def test_search_is_exhaustive_at_the_ends(dtype):
     weight = torch.cat(rows).to(dtype)
     assert_exhaustive(weight)
     assert_exhaustive(weight, torch.rand(160))
-    assert decoded(weight, *search(weight, MXFP4)).isfinite().all()
+    for extreme in (weight, torch.full((1, 160), largest, dtype=dtype)):
+        assert decoded(extreme, *search(extreme, MXFP4)).isfinite().all()
 
 
 def test_two_exponents_are_enough():
@@ -317,13 +317,13 @@ def test_sign_and_exponent_do_not_matter():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 def test_chunks_and_threads_change_nothing(dtype, monkeypatch):
-    weight, h = torch.randn(64, 1184).to(dtype), torch.rand(1184)
+    weight, h = torch.randn(8, 672).to(dtype), torch.rand(672)
     expected = [search(weight, MXFP4), search(weight, MXFP4, h)]
     threads = torch.get_num_threads()
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            for chunk, filtered, pairs in ((1 << 18, 1024, 4096), (3000, 1024, 7), (1 << 18, 8, 100)):
+            for chunk, filtered, pairs in ((1 << 18, 1024, 4096), (2000, 1024, 50), (1 << 18, 96, 4096)):
                 monkeypatch.setattr(blocks, "CHUNK_WEIGHTS", chunk)
                 monkeypatch.setattr(macro_block, "_BLOCKS", filtered)
                 monkeypatch.setattr(macro_block, "_PAIRS", pairs)
@@ -362,7 +362,9 @@ def test_unseen_blocks_have_no_say():
     assert torch.equal(macro, m) and torch.equal(scales.scale[:, [0, 2, 3]], rest.scale[:, [0, 2, 3]])
     best = soar_rule(weight[:, 32:64] / factors(macro), MXFP4).scale
     assert torch.equal(scales.scale[:, 1:2], best)
-    everywhere = search(torch.cat((1e6 * weight, weight), 1), MXFP4, torch.cat((torch.zeros(128), torch.ones(128))))
+    everywhere = search(
+        torch.cat((2.0**20 * weight, weight), 1), MXFP4, torch.cat((torch.zeros(128), torch.ones(128)))
+    )
     assert torch.equal(everywhere[1], search(weight, MXFP4)[1].repeat(1, 2))
 
 

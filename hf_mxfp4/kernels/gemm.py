@@ -162,6 +162,7 @@ def linear_grad_kernel(
     first = tl.program_id(1) * TILE_K
     inner = tl.arange(0, TILE_N)
     total = tl.zeros((TILE_M, TILE_K), tl.float32)
+    low_total = total  # of its own: two products in a row into one cost a change of its layout on Hopper
     for n in range(0, N, TILE_N):
         mask = (rows < end)[:, None] & (n + inner < N)[None, :]
         part = tl.load(x + rows[:, None] * stride_x + (n + inner)[None, :], mask=mask, other=0.0)
@@ -183,8 +184,10 @@ def linear_grad_kernel(
         )
         if macro is not None and DOT != tl.float32:
             weights, low = two_terms(weights)
-            total = add_product(part, low.to(DOT), total, SPLIT)
+            low_total = add_product(part, low.to(DOT), low_total, SPLIT)
         total = add_product(part, weights.to(DOT), total, SPLIT)
+    if macro is not None:
+        total += low_total
     if global_scale is not None:
         total = total * tl.load(global_scale + expert)
     columns = first + tl.arange(0, TILE_K)
@@ -200,7 +203,7 @@ def linear_grad_kernel(
 # accumulator and both operands live in registers.
 TILES = {16: (32, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}
 # With macro factors there is a second accumulator, or a weight has two terms.
-TILES_MACRO = {16: (32, 128, 4, 3), 32: (64, 64, 4, 3), 64: (64, 64, 8, 3), 128: (64, 64, 8, 3)}
+TILES_MACRO = {16: (32, 128, 4, 3), 32: (64, 64, 4, 3), 64: (32, 64, 4, 3), 128: (64, 64, 8, 3)}
 TILES_FLOAT32 = {16: (64, 32, 4, 1), 64: (64, 32, 4, 1)}
 OUTLIER_TOKENS = 8192  # at once, without experts: what outliers add takes 4 bytes for each output
 
