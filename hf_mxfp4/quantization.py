@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from hf_mxfp4 import ops, reference
+from hf_mxfp4 import ops, outliers, reference
 from hf_mxfp4.blocks import SMALLEST_WEIGHT, power_of_two
 from hf_mxfp4.formats import FORMATS, BlockFormat, QuantizedTensor
 from hf_mxfp4.operands import BACKENDS, check_dtype
@@ -30,17 +30,17 @@ def quantize(
     options: ScaleOptions = ScaleOptions(),
     channel_weights: torch.Tensor | None = None,
     name: str = "weight",
-    *,
+    macro_block: str | None = None,
+    keep: torch.Tensor | None = None,
     backend: str = "auto",
-    **corrections,
 ) -> QuantizedTensor:
-    """`reference.quantize`, with a kernel for what takes long: `soar`'s full search under a power-of-two tensor scale.
+    """`reference.quantize`, which describes all other arguments, with a kernel for what takes long.
 
-    Other rules, other options and `corrections` run in plain torch on the weight's device.
+    That is the rule `soar` with its default options, and `macro_block="search"`. All else runs in plain torch on the
+    weight's device.
 
     Args:
         backend (`str`): `"auto"`, `"triton"` or `"torch"`.
-        corrections: further keyword arguments of `reference.quantize`, which also describes the arguments above.
 
     Returns:
         `QuantizedTensor`, equal bit for bit on every backend.
@@ -50,37 +50,46 @@ def quantize(
     fmt = FORMATS.get(format) if isinstance(format, str) else format
     if (
         (scale_rule, options.search, options.global_scale) == ("soar", "full", "power_of_two")
-        and all(value is None for value in corrections.values())
-        # What is not sound goes to the reference as well, which raises.
-        and fmt is not None
+        and macro_block in (None, "search")
+        and _sound(weight, fmt, channel_weights, macro_block, keep)
+        and ops.use_kernels(weight.device, weight.dtype, backend)
+    ):
+        return _search(weight, fmt, channel_weights, macro_block, keep)
+    return reference.quantize(weight, format, scale_rule, options, channel_weights, name, macro_block, keep)
+
+
+def _sound(weight, fmt: BlockFormat | None, channel_weights, macro_block, keep) -> bool:
+    """Whether there is something to quantize, and nothing that the reference raises for."""
+    return (
+        fmt is not None
+        and not (fmt.has_global_scale and macro_block)
         and weight.dtype in _DTYPES
         and weight.numel() > 0 < weight.ndim
         and weight.shape[-1] % fmt.block_size == 0
         and (channel_weights is None or channel_weights.shape == weight.shape[-1:])
-        and ops.use_kernels(weight.device, weight.dtype, backend)
-    ):
-        matrices = (
-            weight.reshape(math.prod(weight.shape[:-2]), *weight.shape[-2:]) if weight.ndim > 1 else weight[None, None]
-        )
-        peak = torch.linalg.vector_norm(matrices, math.inf, (-2, -1)).to(torch.float32)
-        if peak.isfinite().all():
-            return _search(matrices, peak, fmt, channel_weights, weight.shape[:-1])
-    return reference.quantize(weight, format, scale_rule, options, channel_weights, name, **corrections)
+        and (keep is None or keep.shape == weight.shape)
+        and bool(torch.linalg.vector_norm(weight, math.inf).isfinite())
+    )
 
 
-def _search(matrices, peak, fmt: BlockFormat, channel_weights, lead: torch.Size) -> QuantizedTensor:
-    """The kernel's result for a stack `[E, N, K]` with largest magnitudes `peak` `[E]`, in the shape of `lead`."""
+def _search(weight, fmt: BlockFormat, channel_weights, macro_block, keep) -> QuantizedTensor:
     from hf_mxfp4.kernels import quantize as kernel
 
-    global_scale = _global_scale(peak) if fmt.has_global_scale else None
+    lead, n = weight.shape[:-1], weight.shape[-2] if weight.ndim > 1 else 1
+    matrices = (weight if keep is None else weight.masked_fill(keep, 0)).reshape(-1, n, weight.shape[-1])
+    global_scale = None
+    if fmt.has_global_scale:
+        global_scale = _global_scale(torch.linalg.vector_norm(matrices, math.inf, (1, 2)).to(torch.float32))
     if channel_weights is not None:
-        channel_weights = channel_weights.to(peak)
-    packed, scale = kernel.quantize(matrices, fmt, global_scale, channel_weights)
+        channel_weights = channel_weights.to(weight.device, torch.float32)
+    packed, scale, macro = kernel.quantize(matrices, fmt, global_scale, channel_weights, macro_block == "search")
     return QuantizedTensor(
         packed.view(*lead, -1),
         fmt.scale_from_bytes(scale.view(*lead, -1)),
         None if global_scale is None else global_scale.view(lead[:-1]),
         fmt,
+        None if macro is None else macro.view(*lead, -1),
+        None if keep is None else outliers.collect(weight, keep),
     )
 
 

@@ -369,9 +369,7 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        folder = Path(snapshot_download(model))
+        folder = _download(model)
     name = MINILM if model is None else folder.resolve().name if Path(model).is_dir() else model.replace("/", "--")
     matrices = load_matrices(folder, skip)
     if not matrices:
@@ -463,6 +461,16 @@ def _command(given: dict) -> str:
             path = Path(str(given[key]))
             words += [] if given[key] is True else [path.name if path.is_absolute() else str(path)]
     return shlex.join(words)
+
+
+def _download(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise typer.BadParameter(f"{model} is not a folder, and not to be had from the Hub: {error}") from error
 
 
 def _calibration_texts(file: Path | None) -> list[str]:

@@ -46,7 +46,7 @@ linear_grad mxfp4 tokens=4096 experts=128 bf16
 linear_grad mxfp4 tokens=64 experts=1 fp16 corrected
 linear_grad nvfp4 tokens=64 experts=1 bf16
 outlier_product tokens=64 experts=128 bf16
-quantize mxfp4 bf16
+quantize mxfp4 bf16 macro
 quantize nvfp4 fp32 weighted
 scatter bf16
 """.strip().splitlines()
@@ -67,10 +67,14 @@ def variants(backend: str) -> Iterator[tuple]:
             yield f"{name} corrected", dequantize.dequantize_kernel, dtype, constants, dequantize.TILE
             name = f"fake_quantize {fmt.name} {SHORT[dtype]}"
             yield name, fake_quantize.fake_quantize_kernel, dtype, shape, fake_quantize.options(fmt, 4096)
-            for weighted in (False, True):
-                constants = {**quantize.constants(fmt, backend == "hip"), **absent}
+            for weighted, macro in ((False, False), (True, False), (False, True), (True, True)):
+                if macro and fmt.has_global_scale:
+                    continue
+                constants = quantize.constants(fmt, backend == "hip") | absent | ({} if macro else {"macro": None})
                 constants |= {} if weighted else {"channel_weights": None}
-                name = f"quantize {fmt.name} {SHORT[dtype]}{' weighted' if weighted else ''}"
+                name = (
+                    f"quantize {fmt.name} {SHORT[dtype]}{' weighted' if weighted else ''}{' macro' if macro else ''}"
+                )
                 yield name, quantize.quantize_kernel, dtype, constants, quantize.OPTIONS
         weight = QuantizedTensor(*(torch.empty(256, 4096 // d, device="meta") for d in (2, fmt.block_size)), None, fmt)
         for dtype, tokens, experts in (

@@ -14,7 +14,7 @@ from bits import same_bits
 from packaging.version import Version
 from torch.nn import functional as F
 
-from hf_mxfp4 import reference
+from hf_mxfp4 import macro_block, reference
 from hf_mxfp4.blocks import Units, power_of_two
 from hf_mxfp4.formats import E2M1_MAGNITUDES, FORMATS, MXFP4, NVFP4, decode_e4m3
 from hf_mxfp4.quantization import quantize
@@ -44,17 +44,18 @@ def steps(value: torch.Tensor, count: int) -> torch.Tensor:
     return (value.view(torch.int32) + count).view(torch.float32)
 
 
-def assert_equal_to_reference(weight, fmt, channel_weights=None):
-    got = quantize(weight.to(DEVICE), fmt, channel_weights=channel_weights, backend="triton")
-    expected = reference.quantize(weight, fmt, channel_weights=channel_weights)
-    assert (got.global_scale is None) == (expected.global_scale is None)
-    if got.global_scale is not None:
-        assert torch.equal(got.global_scale.cpu(), expected.global_scale)
-    for name in ("scale", "packed"):
-        one, other = (getattr(weight, name).view(torch.uint8).cpu() for weight in (got, expected))
-        assert one.shape == other.shape
-        different = (one != other).flatten(max(0, one.ndim - 2)).any(-1)
-        assert not different.any(), f"{name} of matrices {different.nonzero().flatten().tolist()}"
+def assert_equal_to_reference(weight, fmt, channel_weights=None, macro_block=None):
+    options = {"channel_weights": channel_weights, "macro_block": macro_block}
+    got = quantize(weight.to(DEVICE), fmt, **options, backend="triton")
+    expected = reference.quantize(weight, fmt, **options)
+    for name in ("global_scale", "macro", "scale", "packed"):
+        one, other = getattr(got, name), getattr(expected, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.shape == other.shape and one.dtype == other.dtype
+            different = one.cpu().to(torch.float32) != other.to(torch.float32)
+            different = different.view(*one.shape[: weight.ndim - 2], -1).any(-1)
+            assert not different.any(), f"{name} of matrices {different.nonzero().flatten().tolist()}"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -85,9 +86,10 @@ def odd_weights() -> dict[str, torch.Tensor]:
     }
 
 
-def stacked(dtype: torch.dtype) -> torch.Tensor:
-    """All odd weights `[12, 4, 96]`, in a dtype's range."""
-    return torch.stack([*odd_weights().values()]).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+def stacked(dtype: torch.dtype, *without: str) -> torch.Tensor:
+    """All odd weights, or all but some, `[<= 12, 4, 96]`, in a dtype's range."""
+    weights = torch.stack([weight for name, weight in odd_weights().items() if name not in without])
+    return weights.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
 @both_formats
@@ -125,6 +127,25 @@ def test_first_candidate_e8m0():
     weight = torch.rand(len(amax), 32) * amax[:, None]
     weight[:, 9] = amax
     assert_equal_to_reference(weight, MXFP4)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("step", [51, pytest.param(1, marks=pytest.mark.slow)])
+def test_macro_block(weighted, step, monkeypatch):
+    """Short macro-blocks, zeros, channel weights that see only some blocks. The slow interpreter tries few factors."""
+    monkeypatch.setattr(kernels, "FACTOR_STEP", step)
+    candidates = (torch.arange(256) % step == 0)[None]
+    if step > 1:
+        monkeypatch.setattr(macro_block, "_candidates", lambda unit, share: candidates.expand(len(share), -1))
+    weight = stacked(torch.bfloat16, "the largest there are", "constant")  # both take it through all exponents
+    weight = torch.cat([weight, torch.randn(len(weight), 4, 192) ** 3], 2)
+    weight[3, :, 100:260], weight[4, 1], weight[5, 2, 200] = 0, -0.0, torch.finfo(torch.bfloat16).max
+    channel_weights = None
+    if weighted:
+        channel_weights = torch.randn(288).exp()
+        channel_weights[:64], channel_weights[128:256] = 0, 0
+    assert_equal_to_reference(weight, MXFP4, channel_weights, "search")
+    assert_equal_to_reference(weight[:, 0].bfloat16(), MXFP4, channel_weights, "search")
 
 
 @pytest.mark.parametrize("divide", [True, False])
@@ -182,7 +203,7 @@ def test_sums(fmt):
     terms, sums = torch.randn(64, fmt.block_size, device=DEVICE) ** 5, torch.empty(64, device=DEVICE)
     sum_kernel[(1,)](terms, sums, fmt.block_size, num_warps=1)
     units = Units(torch.zeros(1, fmt.block_size), fmt, torch.tensor(1.0))
-    assert torch.equal(sums.cpu(), units._sum(terms.cpu()))
+    assert torch.equal(sums.cpu(), units._sum(terms.cpu().clone()))
     assert (sums != terms.sum(1)).any()
 
 

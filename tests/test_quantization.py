@@ -204,11 +204,13 @@ def searched(monkeypatch):
 
 def assert_same(got, expected):
     assert got.format is expected.format
-    for one, other in zip(got[:3], expected[:3], strict=True):
+    for one, other in zip((*got[:3], got.macro), (*expected[:3], expected.macro), strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            assert one.dtype == other.dtype and one.shape == other.shape
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            assert one.dtype == other.dtype and torch.equal(one.float(), other.float())
+    assert (got.outliers is None) == (expected.outliers is None)
+    if got.outliers is not None:
+        assert all(torch.equal(*pair) for pair in zip(got.outliers, expected.outliers, strict=True))
 
 
 @both_formats
@@ -216,22 +218,21 @@ def assert_same(got, expected):
 def test_who_searches(fmt, searched):
     """The kernel for `soar`'s full search where it is asked for; all else is the reference's."""
     weight = torch.randn(2, 3, 64)
+    weight[0, 1, 2] = 1e4
+    keep = weight.abs() > 2
     assert_same(quantize(weight, fmt.name, backend="triton"), reference.quantize(weight, fmt))
     parameter = torch.nn.Parameter(weight)
-    assert not quantize(parameter, fmt, backend="triton", keep=None).packed.requires_grad
+    got = quantize(parameter, fmt, keep=keep, backend="triton")
+    assert not got.packed.requires_grad and got.outliers is not None
+    assert_same(got, reference.quantize(weight, fmt, keep=keep))
     assert len(searched) == 2
     for options in (
         {"scale_rule": "amax"},
         {"options": ScaleOptions(search=2)},
         {"options": ScaleOptions(global_scale="free")},
-        {"keep": torch.rand(2, 3, 64) > 0.9},
         {"macro_block": "static"} if fmt is MXFP4 else {"scale_rule": "four_over_six"},
     ):
-        got, expected = quantize(weight, fmt, backend="triton", **options), reference.quantize(weight, fmt, **options)
-        assert_same(got, expected)
-        assert (got.macro is None) == (expected.macro is None) and (got.outliers is None) == (
-            expected.outliers is None
-        )
+        assert_same(quantize(weight, fmt, backend="triton", **options), reference.quantize(weight, fmt, **options))
     for backend in ("auto", "torch"):
         assert_same(quantize(weight, fmt, backend=backend), reference.quantize(weight, fmt))
     assert_same(quantize(weight[:, :0], fmt, backend="triton"), reference.quantize(weight[:, :0], fmt))
@@ -266,6 +267,20 @@ def test_tensor_scales():
         (torch.zeros(()), "mxfp4", {}, ValueError, "layer.weight: a 0-d tensor"),
         (torch.zeros(3, 32), "int4", {}, ValueError, "format='int4'"),
         (torch.zeros(3, 32), "nvfp4", {"scale_rule": "ceil"}, ValueError, "scale_rule='ceil'; allowed for nvfp4"),
+        (
+            torch.zeros(3, 32),
+            "nvfp4",
+            {"macro_block": "search"},
+            ValueError,
+            "macro_block='search' repairs power-of-two",
+        ),
+        (
+            torch.zeros(3, 32),
+            "mxfp4",
+            {"macro_block": "best"},
+            ValueError,
+            "macro_block='best'; allowed: None, static",
+        ),
     ],
 )
 def test_quantize_errors(weight, format, options, error, message, backend):

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from hf_mxfp4.formats import BlockFormat
 from hf_mxfp4.kernels.decode import INTERPRET, decode_e4m3
-from hf_mxfp4.kernels.quantize import power_of_two, round_magnitude
+from hf_mxfp4.kernels.quantize import nearest, power_of_two
 
 INFINITY = tl.constexpr(0x7F800000)
 
@@ -45,7 +45,7 @@ def fake_quantize_kernel(x, out, K, stride_x, E8M0: tl.constexpr, BLOCK: tl.cons
     amax = tl.max(bits, 1)[:, None]
     if E8M0:
         exponent = tl.maximum((amax >> 23) - 127, -120) - 2
-        result = round_magnitude(magnitude * power_of_two(-exponent)) * power_of_two(exponent)
+        result = nearest((magnitude,), None, power_of_two(-exponent), 1, True)[0] * power_of_two(exponent)
         bad = amax >= INFINITY
     else:
         # Every program of a row reads all of it: no second kernel, and many programs even for one token.
@@ -58,8 +58,8 @@ def fake_quantize_kernel(x, out, K, stride_x, E8M0: tl.constexpr, BLOCK: tl.cons
         global_scale = tl.minimum(tl.maximum(global_scale, 2.0**-125), 2.0**125)
         scale = tl.math.div_rn(tl.math.div_rn(amax.to(tl.float32, bitcast=True), 6.0), global_scale)
         scale = decode_e4m3(encode_e4m3(scale))
-        ratio = tl.math.div_rn(tl.math.div_rn(magnitude, global_scale), scale)
-        result = round_magnitude(ratio) * scale * global_scale
+        ratio = tl.math.div_rn(magnitude, global_scale)
+        result = nearest((ratio,), scale, None, 1, True)[0] * scale * global_scale
         bad = peak >= INFINITY
     result = tl.where(bad, float("nan"), result)
     sign = (values.to(tl.uint32, bitcast=True) >> 31) << 31  # as a bit: triton 3.7 negates 0 to 0
