@@ -30,10 +30,11 @@ def calibration_tokens(
         model: a transformers model in full precision; its generators are left as they are found.
         source (`str`, `Path` or `list[str]`):
             `"self"`: sampled from the model after its BOS token (if it has one) and a random token, which spreads the
-            samples over what it knows; special tokens suppressed. `"random"`: uniform ids, special tokens left out. A utf-8 text file or a list of strings:
-            windows spread evenly over the text, special tokens of the tokenizer around each. A `.safetensors` file of
-            `save_statistics`: its tokens as they are (`samples`, `length` and `seed` do not apply). Any other string:
-            a data set known to an installed provider (entry points of the group `hf_mxfp4.calibration`).
+            samples over what it knows; special tokens suppressed. `"random"`: uniform ids, special tokens left out. A
+            utf-8 text file or a list of strings: windows spread evenly over the text, special tokens of the tokenizer
+            around each. A `.safetensors` file of `save_statistics`: its tokens as they are (`samples`, `length` and
+            `seed` do not apply). Any other string: a data set known to an installed provider (entry points of the
+            group `hf_mxfp4.calibration`).
         tokenizer (*optional*): needed for text and data sets.
         samples (`int`): rows, S.
         length (`int`): tokens in a row, L.

@@ -19,7 +19,7 @@ SCHEMA = (
     "Tensor packed, Tensor scale, Tensor? global_scale, Tensor? macro, "
     "Tensor? values, Tensor? columns, Tensor? row_offsets"
 )
-COUNT = 7
+COUNT = 7  # tensors in it
 
 
 def operands(weight: QuantizedTensor) -> tuple[torch.Tensor | None, ...]:
@@ -57,7 +57,7 @@ def check_devices(**tensors) -> None:
     )
 
 
-def check_weight(operands: tuple, format: str, ndim: int | None, backend: str) -> QuantizedTensor:
+def check_weight(operands: list, format: str, ndim: int | None, backend: str) -> QuantizedTensor:
     """Operands as a `QuantizedTensor`, their dtypes, shapes and devices checked; `ndim` is what `packed` must have.
 
     Its columns are uint16 or int32 again.
