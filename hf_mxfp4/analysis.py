@@ -281,7 +281,7 @@ def plot(report: Report, path: str | Path) -> None:
     by_tensor.plot(range(len(rows)), [row["total"] for row in rows], "k.", markersize=3, label="total error")
     after = [list(report.corrected(name).values())[-1:] for name in report.tensors]
     if any(after):
-        by_tensor.plot(range(len(rows)), after, ".", color="grey", markersize=3, label="after corrections")
+        by_tensor.plot(range(len(rows)), after, ".", color="#ffd24d", markersize=5, label="after corrections")
     by_tensor.set(title="Energy of the parts by tensor", xlabel="tensor, in file order", ylabel="energy / energy of w")
     by_tensor.set_ylim(top=1.3 * max([*bottom, 1e-9]))
     by_tensor.legend(loc="upper center", ncols=3)

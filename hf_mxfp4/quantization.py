@@ -53,13 +53,14 @@ def quantize(
         and macro_block in (None, "search")
         and _sound(weight, fmt, channel_weights, macro_block, keep)
         and ops.use_kernels(weight.device, weight.dtype, backend)
+        and torch.linalg.vector_norm(weight, math.inf).isfinite()
     ):
         return _search(weight, fmt, channel_weights, macro_block, keep)
     return reference.quantize(weight, format, scale_rule, options, channel_weights, name, macro_block, keep)
 
 
 def _sound(weight, fmt: BlockFormat | None, channel_weights, macro_block, keep) -> bool:
-    """Whether there is something to quantize, and nothing that the reference raises for."""
+    """Whether there is something to quantize, and nothing but the values that the reference might raise for."""
     return (
         fmt is not None
         and not (fmt.has_global_scale and macro_block)
@@ -68,7 +69,6 @@ def _sound(weight, fmt: BlockFormat | None, channel_weights, macro_block, keep) 
         and weight.shape[-1] % fmt.block_size == 0
         and (channel_weights is None or channel_weights.shape == weight.shape[-1:])
         and (keep is None or keep.shape == weight.shape)
-        and bool(torch.linalg.vector_norm(weight, math.inf).isfinite())
     )
 
 
