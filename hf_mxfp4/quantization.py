@@ -60,7 +60,7 @@ def quantize(
 
 
 def _sound(weight, fmt: BlockFormat | None, channel_weights, macro_block, keep) -> bool:
-    """Whether there is something to quantize, and nothing but the values that the reference might raise for."""
+    """Whether a kernel can take this; for what it cannot, the reference raises (or returns something empty)."""
     return (
         fmt is not None
         and not (fmt.has_global_scale and macro_block)

@@ -171,6 +171,9 @@ OURS = {
     for format in ("nvfp4", "mxfp4")
     for rule in ("amax", "soar")
 }
+OURS["hf_mxfp4 mxfp4 macro search"] = partial(
+    hf_mxfp4.quantize, config=FP4Config(format="mxfp4", macro_block="search")
+)
 
 
 def cpu_seconds(
