@@ -65,6 +65,11 @@ def _round(value: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     return value.add_(step.mul_(2.0**22)).sub_(step)
 
 
+def divide(value: torch.Tensor, by: float) -> torch.Tensor:
+    """`value / by`, correctly rounded on every device: CUDA would multiply by the reciprocal of a Python number."""
+    return value / value.new_full((), by)
+
+
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """Exact float32 2^exponent for integer exponents in [-126, 127]."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
@@ -192,7 +197,8 @@ class Units:
         return self._descend(byte, byte, self.error(byte))
 
     def _descend(self, byte, best_byte, best_error) -> tuple[torch.Tensor, torch.Tensor]:
-        lowest = 1 if self.offset is None else 0
+        # In units a scale stays a normal number; only where channels weigh nothing would a smaller one be looked at.
+        lowest = torch.ones_like(byte) if self.offset is None else (self.offset + 1).clamp(min=0)
         while True:
             byte = byte - 1
             candidate = byte.clamp(min=lowest)

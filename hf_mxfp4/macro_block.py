@@ -11,7 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from hf_mxfp4.blocks import Units, block_amax, power_of_two, round_magnitude, row_chunks
+from hf_mxfp4.blocks import Units, block_amax, divide, power_of_two, round_magnitude, row_chunks
 from hf_mxfp4.formats import E2M1_MAX, MACRO_BLOCK, MXFP4, BlockFormat
 from hf_mxfp4.scales import Scales
 
@@ -52,7 +52,7 @@ def static_factors(weight: torch.Tensor) -> torch.Tensor:
     """
     amax = block_amax(weight, MXFP4.block_size)
     amax = F.pad(amax, (0, -amax.shape[1] % _EACH)).unflatten(1, (-1, _EACH)).amax(-1)
-    return (((amax / E2M1_MAX).view(torch.int32) + (1 << 14)) >> 15).bitwise_and_(0xFF).to(torch.uint8)
+    return ((divide(amax, E2M1_MAX).view(torch.int32) + (1 << 14)) >> 15).bitwise_and_(0xFF).to(torch.uint8)
 
 
 # --- search ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_mxfp4.blocks import Units, block_amax, e4m3_bytes, floor_log2, power_of_two, row_chunks
+from hf_mxfp4.blocks import Units, block_amax, divide, e4m3_bytes, floor_log2, power_of_two, row_chunks
 from hf_mxfp4.formats import E2M1_MAX, E4M3_MAX, BlockFormat
 
 _RELATIVE_DROP = 1e-6  # SOAR stops once a round lowers the error by less than this fraction
@@ -60,7 +60,7 @@ class ScaleRule(NamedTuple):
 def _amax_global_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
     """`max(amax) / (6 * top)` as float32 `[]`, kept where both it and its reciprocal are normal; 1 for zeros."""
     peak = amax.max() if amax.numel() else amax.new_zeros(())
-    scale = (peak / (E2M1_MAX * top)).clamp(2.0**-125, 2.0**125)
+    scale = divide(peak, E2M1_MAX * top).clamp(2.0**-125, 2.0**125)
     return torch.where(peak == 0, torch.ones_like(scale), reciprocal_stable(scale))
 
 
@@ -99,7 +99,7 @@ def amax_rule(weight, fmt, options=ScaleOptions(), channel_weights=None) -> Scal
     if not fmt.has_global_scale:
         return finish(floor_log2(amax) + 127 - 2, amax, fmt)
     global_scale = _amax_global_scale(amax, E4M3_MAX)
-    return finish(e4m3_bytes(amax / E2M1_MAX / global_scale), amax, fmt, global_scale)
+    return finish(e4m3_bytes(divide(amax, E2M1_MAX) / global_scale), amax, fmt, global_scale)
 
 
 def _power_of_two_rule(weight, fmt, round_up_above: float) -> Scales:
@@ -124,7 +124,7 @@ def four_over_six_rule(weight, fmt, options=ScaleOptions(), channel_weights=None
     """g = amax / (6 * 256); per block the better, by squared error, of putting its maximum on 6 or on 4."""
     amax = block_amax(weight, fmt.block_size)
     global_scale = _amax_global_scale(amax, 256.0)
-    six, four = (e4m3_bytes(amax / top / global_scale) for top in (6.0, 4.0))
+    six, four = (e4m3_bytes(divide(amax, top) / global_scale) for top in (6.0, 4.0))
     byte = torch.empty_like(six)
     for rows in row_chunks(weight):
         unit = Units(weight[rows], fmt, global_scale, channel_weights)
@@ -158,7 +158,7 @@ def soar_rounds(
     if local:
         byte = start.scale.view(torch.uint8).to(torch.int32)
         if fmt.has_global_scale and not free:
-            byte = e4m3_bytes(amax / E2M1_MAX / global_scale)
+            byte = e4m3_bytes(divide(amax, E2M1_MAX) / global_scale)
     previous = math.inf
     for _ in range(options.iterations if local or free else 1):
         total = numerator = denominator = 0.0

@@ -53,7 +53,7 @@ METHODS = (
     Method("NVFP4 + feedback", "nvfp4-feedback", FP4Config(error_feedback=True)),
     Method("MXFP4 amax", "mxfp4-amax", FP4Config(format="mxfp4", scale_rule="amax")),
     Method("MXFP4 soar", "mxfp4", FP4Config(format="mxfp4", scale_rule="soar")),
-    Method("MXFP4 all corrections", "mxfp4-corrected", CORRECTED),
+    Method("MXFP4 corrected", "mxfp4-corrected", CORRECTED),
 )
 
 

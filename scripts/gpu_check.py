@@ -27,6 +27,7 @@ os.environ.update({"TRITON_INTERPRET": "1"} if "--interpret" in sys.argv else {}
 
 from hf_mxfp4 import ops, reference
 from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
+from hf_mxfp4.quantization import fake_quantize, quantize
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HALF_ULP = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -220,6 +221,30 @@ def check_grouped(fmt: BlockFormat, device, big: bool) -> Iterator[Check]:
                 yield Check(f"{result} {name}", error)
 
 
+def check_quantize(fmt: BlockFormat, device, big: bool) -> Iterator[Check]:
+    """Scale searches and rounded activations: the bytes of plain torch on the CPU."""
+    shape = (2, 96, 2880) if big else (2, 3, 64)
+    weight = torch.randn(shape) * torch.randn(shape).exp()
+    cases = {"": {}, " weighted": {"channel_weights": torch.rand(shape[-1])}}
+    if big and not fmt.has_global_scale:  # in the interpreter 256 factors take minutes
+        cases[" macro"] = {"macro_block": "search"}
+    for dtype in DTYPES if big else (torch.float32,):
+        for label, more in cases.items():
+            expected = reference.quantize(weight.to(dtype), fmt, **more)
+            more = {name: value.to(device) if torch.is_tensor(value) else value for name, value in more.items()}
+            found = quantize(weight.to(dtype).to(device), fmt, backend="triton", **more)
+            pairs = [(found.packed, expected.packed), (found.scale, expected.scale)]
+            pairs += [(found.macro, expected.macro)] if expected.macro is not None else []
+            pairs += [(found.global_scale, expected.global_scale)] if fmt.has_global_scale else []
+            yield Check(
+                f"quantize{label} {short(dtype)}", sum(differing(*pair) for pair in pairs), "bytes that differ"
+            )
+        for x in (weight.to(dtype), weight.to(dtype).transpose(0, 1), weight[:0].to(dtype)):
+            found = fake_quantize(x.to(device), fmt, "triton")
+            wrong = differing(found, reference.fake_quantize(x, fmt)) if x.numel() else 0
+            yield Check(f"fake_quantize {fmt.name} {short(dtype)} {list(x.shape)}", wrong, "values that differ")
+
+
 def check_operators(fmt: BlockFormat, device, big: bool) -> Iterator[Check]:
     """`opcheck` (schema, fake tensors, autograd registration, AOT dispatch), and gradients through autograd."""
     plain, *_, most = corrections(fmt).items()
@@ -322,7 +347,14 @@ def check_addresses(fmt: BlockFormat, device, big: bool) -> Iterator[Check]:
     yield Check(f"64-bit addresses, tokens {fmt.name}", differing(got[-512:], expected), "differing values")
 
 
-CHECKS: tuple[Callable, ...] = (check_dequantize, check_every_weight, check_linear, check_grouped, check_operators)
+CHECKS: tuple[Callable, ...] = (
+    check_dequantize,
+    check_every_weight,
+    check_linear,
+    check_grouped,
+    check_quantize,
+    check_operators,
+)
 GPU_CHECKS: tuple[Callable, ...] = (check_compile, check_graph, check_addresses)
 
 
