@@ -148,7 +148,7 @@ def _from_model(model: nn.Module, tokenizer, samples: int, length: int, seed: in
         model.eval()
         with (
             torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"),
-            tqdm(total=samples, desc="calibration text", unit="sample") as bar,
+            tqdm(total=samples, desc="Calibration text", unit="sample", leave=False) as bar,
         ):
             torch.manual_seed(seed)
             for prompt in start.split(max(1, _TOKENS_AT_ONCE // length)):
