@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, track
@@ -28,7 +30,7 @@ def main() -> None:
 
 @app.command()
 def analyze(
-    folder: Annotated[Path, typer.Argument(help="A full-precision model's folder of safetensors files.")],
+    model: Annotated[str, typer.Argument(help="A full-precision model: a folder of safetensors files, or a Hub id.")],
     format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "mxfp4",
     rule: Annotated[str, typer.Option(help=f"Scale rule, one of {', '.join(SCALE_RULES)}.")] = "ceil",
     skip: Annotated[str, typer.Option(help="Regex of matrices to leave out.")] = analysis.NOT_PACKED,
@@ -48,12 +50,13 @@ def analyze(
     if rule not in usable:
         raise typer.BadParameter(f"{rule!r}; allowed for {format}: {', '.join(usable)}.", param_hint="--rule")
     try:
+        folder = local_folder(model)
         found = analysis.find_matrices(folder, FORMATS[format].block_size, skip)
     except ValueError as error:
         console.print(f"[red]error:[/red] {error}")
         raise typer.Exit(1) from error
     if not found:
-        raise typer.BadParameter(f"{folder} holds no safetensors file with matrices to quantize.", param_hint="FOLDER")
+        raise typer.BadParameter(f"{model} holds no safetensors file with matrices to quantize.", param_hint="MODEL")
     report = analysis.analyze(track(found, "analyzing", console=console), FORMATS[format], rule)
     if corrections:
         with Progress(console=console) as progress:
@@ -70,6 +73,17 @@ def analyze(
             steps = {rule: report.overall.summary()["total"]} | report.corrected()
             Console().print("error: " + ", ".join(f"{step} {error:.5f}" for step, error in steps.items()))
     console.print(f"wrote {output / 'analysis.json'} and {output / 'analysis.png'}")
+
+
+def local_folder(model: str, *patterns: str) -> Path:
+    """A folder as it is, or the folder of a model that is downloaded from the Hub (safetensors files if no others are
+    asked for)."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns or "*.safetensors"))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise typer.BadParameter(f"{model} is not a folder, and not to be had from the Hub: {error}") from error
 
 
 class _Tracked:

@@ -31,6 +31,7 @@ from rich.table import Table
 
 import hf_mxfp4
 from hf_mxfp4 import FP4Config, analysis, reference
+from hf_mxfp4.cli import local_folder
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
 from hf_mxfp4.outliers import Budget
 from hf_mxfp4.scales import SCALE_RULES
@@ -368,8 +369,7 @@ def main(
         )
     if threads:
         torch.set_num_threads(threads)
-    if not folder.is_dir():
-        folder = _download(model)
+    folder = local_folder(str(folder), "*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
     name = MINILM if model is None else folder.resolve().name if Path(model).is_dir() else model.replace("/", "--")
     matrices = load_matrices(folder, skip)
     if not matrices:
@@ -461,16 +461,6 @@ def _command(given: dict) -> str:
             path = Path(str(given[key]))
             words += [] if given[key] is True else [path.name if path.is_absolute() else str(path)]
     return shlex.join(words)
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise typer.BadParameter(f"{model} is not a folder, and not to be had from the Hub: {error}") from error
 
 
 def _calibration_texts(file: Path | None) -> list[str]:

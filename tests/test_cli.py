@@ -19,6 +19,8 @@ def test_analyze(tmp_path):
     saved = json.loads((tmp_path / "analysis.json").read_text())
     assert len(saved["tensors"]) == 28 and 0.38 < saved["overall"]["overshoot"] < 0.5
     assert (tmp_path / "analysis.png").stat().st_size > 20_000
+    assert list(saved["overall"]["corrections"]) == ["soar", "+ macro-blocks", "+ 0.5 % outliers"]
+    assert "error: ceil 0.01" in result.output
 
 
 def test_analyze_json(tmp_path):
@@ -48,6 +50,12 @@ def test_analyze_json(tmp_path):
 def test_wrong_arguments(arguments, message, tmp_path):
     result = run(app, ["analyze", str(DEMO), "--output", str(tmp_path / "out"), *arguments], env={"COLUMNS": "300"})
     assert result.exit_code == 2 and message in result.output and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model", ["no/such-model", "/no/such/folder"])
+def test_no_such_model(model, tmp_path):
+    result = run(app, ["analyze", model, "--output", str(tmp_path / "out")], env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and f"{model} is not a folder" in result.output and not (tmp_path / "out").exists()
 
 
 def test_damaged_file(tmp_path):
