@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
+from hf_mxfp4.outliers import MAX_FRACTION
 from hf_mxfp4.recipe import RECIPE_KEYS, Recipe, check_choice, check_recipe, unknown_names
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
@@ -24,7 +25,6 @@ _CALIBRATION_KEYS = (
     "calibration_device",
 )
 _WHOLE_MODEL_KEYS = ("outlier_fallback", "error_feedback", "channel_weights")
-MOST_OUTLIERS = 0.1  # the largest budget
 
 
 class FP4Config(QuantizationConfigMixin):
@@ -178,8 +178,8 @@ class FP4Config(QuantizationConfigMixin):
     def _check_calibration(self) -> None:
         budget = self.outlier_fallback
         number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-        if not number or not 0 <= budget <= MOST_OUTLIERS:
-            raise ValueError(f"outlier_fallback={budget!r}; allowed: a fraction of weights from 0 to {MOST_OUTLIERS}.")
+        if not number or not 0 <= budget <= MAX_FRACTION:
+            raise ValueError(f"outlier_fallback={budget!r}; allowed: a fraction of weights from 0 to {MAX_FRACTION}.")
         if self.layout == "portable" and (budget or self.macro_block):
             raise ValueError(
                 'layout="portable" cannot hold macro-blocks or outliers, which no other reader knows. Use '

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_mxfp4.formats import MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
+from hf_mxfp4.outliers import column_dtype
 from hf_mxfp4.quantization import fake_quantize
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
@@ -55,12 +56,11 @@ class PackedModule(nn.Module):
             self.register_buffer(f"{prefix}_macro_scale", macro)
         if outliers:
             rows = torch.Size(lead).numel()
-            column_dtype = torch.uint16 if in_features <= 65536 else torch.int32
             self._set_outliers(
                 prefix,
                 Outliers(
                     torch.empty(0, dtype=self.dtype, device=device),
-                    torch.empty(0, dtype=column_dtype, device=device),
+                    torch.empty(0, dtype=column_dtype(in_features), device=device),
                     torch.zeros(rows + 1, dtype=torch.int32, device=device),
                 ),
             )
@@ -71,13 +71,14 @@ class PackedModule(nn.Module):
 
     def packed_weight(self, prefix: str, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
         """A packed weight from its buffers, with the multiplying tensor scale given."""
-        outliers = [getattr(self, f"{prefix}_{name}", None) for name in _OUTLIERS]
+        buffers = self._buffers  # read on every forward: `getattr` of a buffer that is not there takes microseconds
+        outliers = [buffers.get(f"{prefix}_{name}") for name in _OUTLIERS]
         return QuantizedTensor(
-            getattr(self, f"{prefix}_packed"),
-            getattr(self, f"{prefix}_scale"),
+            buffers[f"{prefix}_packed"],
+            buffers[f"{prefix}_scale"],
             global_scale,
             self.format,
-            getattr(self, f"{prefix}_macro_scale", None),
+            buffers.get(f"{prefix}_macro_scale"),
             None if outliers[0] is None else Outliers(*outliers),
         )
 

@@ -10,7 +10,15 @@ import math
 
 import torch
 
-from hf_mxfp4.blocks import blocked_magnitudes, e4m3_bytes, floor_log2, power_of_two, round_magnitude, row_chunks
+from hf_mxfp4.blocks import (
+    blocked_magnitudes,
+    divide,
+    e4m3_bytes,
+    floor_log2,
+    power_of_two,
+    round_magnitude,
+    row_chunks,
+)
 from hf_mxfp4.formats import (
     E2M1_MAX,
     E2M1_VALUES,
@@ -276,11 +284,10 @@ def fake_quantize(x: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     for part in row_chunks(rows):
         magnitude = blocked_magnitudes(rows[part], fmt.block_size)
         amax = peak = magnitude.amax(-1, keepdim=True)
-        # Tensors as divisors: by a number, CUDA multiplies with its reciprocal instead.
         if fmt.has_global_scale:
             peak = amax.amax(-2, keepdim=True)
-            global_scale = (peak / peak.new_full((), E2M1_MAX * E4M3_MAX)).clamp(2.0**-125, 2.0**125)
-            scale = fmt.decode_scale(e4m3_bytes(amax / amax.new_full((), E2M1_MAX) / global_scale).to(torch.uint8))
+            global_scale = divide(peak, E2M1_MAX * E4M3_MAX).clamp(2.0**-125, 2.0**125)
+            scale = fmt.decode_scale(e4m3_bytes(divide(amax, E2M1_MAX) / global_scale).to(torch.uint8))
         else:
             global_scale = peak.new_ones(())
             scale = power_of_two(floor_log2(amax).clamp(min=-120) - 2)
