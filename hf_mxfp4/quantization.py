@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from hf_mxfp4 import ops, outliers, reference
+from hf_mxfp4 import dispatch, ops, outliers, reference
 from hf_mxfp4.blocks import SMALLEST_WEIGHT, power_of_two
 from hf_mxfp4.formats import FORMATS, BlockFormat, QuantizedTensor
 from hf_mxfp4.operands import BACKENDS, check_dtype
@@ -52,7 +52,7 @@ def quantize(
         (scale_rule, options.search, options.global_scale) == ("soar", "full", "power_of_two")
         and macro_block in (None, "search")
         and _sound(weight, fmt, channel_weights, macro_block, keep)
-        and ops.use_kernels(weight.device, weight.dtype, backend)
+        and dispatch.use_kernels(weight.device, weight.dtype, backend)
         and torch.linalg.vector_norm(weight, math.inf).isfinite()
     ):
         return _search(weight, fmt, channel_weights, macro_block, keep)
@@ -140,7 +140,7 @@ def _check(x, format: str, backend: str) -> BlockFormat:
 
 def _fake_quantize(x, format, backend):
     fmt = _check(x, format, backend)
-    if ops.use_kernels(x.device, x.dtype, backend):
+    if dispatch.use_kernels(x.device, x.dtype, backend):
         from hf_mxfp4.kernels.fake_quantize import fake_quantize as kernel
 
         return kernel(x, fmt)

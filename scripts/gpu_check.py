@@ -25,7 +25,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.update({"TRITON_INTERPRET": "1"} if "--interpret" in sys.argv else {})  # read when kernels are imported
 
-from hf_mxfp4 import ops, reference
+from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
 from hf_mxfp4.quantization import fake_quantize, quantize
 
@@ -171,7 +171,7 @@ def check_linear(fmt: BlockFormat, device, big: bool) -> Iterator[Check]:
         for dtype in DTYPES:
             x = torch.randn(k, tokens, device=device).to(dtype).T  # columns first: not contiguous
             bias = torch.randn(n, device=device).to(dtype)
-            for backend in ("triton", "auto") if tokens >= ops.FUSED_TOKENS else ("triton",):
+            for backend in ("triton", "auto") if tokens >= dispatch.FUSED_TOKENS else ("triton",):
                 name = f"{fmt.name} {what} {tokens}x{n}x{k} {short(dtype)} {backend}"
                 y = ops.linear(x, weight, bias, backend=backend)
                 exact = backend == "triton" or weight.macro is not None

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
-from hf_mxfp4.kernels import dequantize, fake_quantize, gemm, outliers, quantize
+from hf_mxfp4.kernels import dequantize, fake_quantize, gemm, gemm_grad, outliers, quantize
 
 POINTERS = {
     **{"packed": "*u8", "scale": "*u8", "global_scale": "*fp32", "offsets": "*i32"},
@@ -85,12 +85,13 @@ def variants(backend: str) -> Iterator[tuple]:
             for grad, corrected in ((False, False), (True, False), (False, True), (True, True)):
                 if grad and tokens == 1:
                     continue
-                tile = gemm.tile(dtype, tokens, experts, grad, macro=corrected and e8m0)
-                constants = {**gemm.constants(dtype, weight, tile["TILE_K"], experts), **absent}
+                launcher = gemm_grad if grad else gemm
+                tile = launcher.tile(dtype, tokens, experts, macro=corrected and e8m0)
+                constants = {**launcher.constants(dtype, weight, tile["TILE_K"], experts), **absent}
                 constants |= {} if corrected else plain
                 if experts == 1:
                     constants |= {"offsets": None, "bias": None}
-                kernel = gemm.linear_grad_kernel if grad else gemm.linear_kernel
+                kernel = gemm_grad.linear_grad_kernel if grad else gemm.linear_kernel
                 name = (
                     f"{fmt.name} tokens={tokens} experts={experts} {SHORT[dtype]}{' corrected' if corrected else ''}"
                 )

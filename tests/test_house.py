@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[1]
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
     *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "kernels", "operands"),
-    *("ops", "quantization", "packed", "modules", "checkpoints", "recipe", "config", "packing", "conversion"),
-    *("calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs", "calibration"),
-    *("whole_model", "quantizer", "analysis", "streaming", "hub", "cli"),
+    *("dispatch", "ops", "quantization", "packed", "modules", "checkpoints", "recipe", "config", "packing"),
+    *("conversion", "calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs"),
+    *("calibration", "whole_model", "quantizer", "analysis", "streaming", "hub", "cli"),
 )
 KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "streaming", "hub", "cli"}
 

@@ -12,7 +12,7 @@ import torch
 
 import gpu_check
 from gpu_check import corrections, differing, error_ratio, every_code_and_scale, random_weight, with_outliers
-from hf_mxfp4 import ops, reference
+from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import E2M1_VALUES, FORMATS, MXFP4, NVFP4, QuantizedTensor
 
 pytest.importorskip("triton")
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from hf_mxfp4.kernels import gemm, outliers
+from hf_mxfp4.kernels import decode, gemm, gemm_grad, outliers
 from hf_mxfp4.kernels.dequantize import dequantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +92,7 @@ def test_products_decode_every_code_and_scale(fmt, macro, dtype):
     n, k = weight.shape
     dense = (reference.dequantize(weight, torch.float32) + 0).to(dtype)  # a sum that starts at +0 is never -0
     assert differing(gemm.linear(torch.eye(k, dtype=dtype, device=DEVICE), weight).T, dense) == 0
-    assert differing(gemm.linear_grad(torch.eye(n, dtype=dtype, device=DEVICE), weight), dense) == 0
+    assert differing(gemm_grad.linear_grad(torch.eye(n, dtype=dtype, device=DEVICE), weight), dense) == 0
 
 
 @both_formats
@@ -102,7 +102,7 @@ def test_nan_and_infinite_scales(fmt):
     weight.scale.view(torch.uint8)[1, 0] = 255
     y = gemm.linear(torch.randn(2, 64, device=DEVICE), weight)
     assert y.isnan().all(0).tolist() == [False, True, False] and not y[:, [0, 2]].isnan().any()
-    gradient = gemm.linear_grad(torch.ones(2, 3, device=DEVICE), weight)
+    gradient = gemm_grad.linear_grad(torch.ones(2, 3, device=DEVICE), weight)
     assert gradient[:, : fmt.block_size].isnan().all() and not gradient[:, fmt.block_size :].isnan().any()
 
 
@@ -117,7 +117,7 @@ def test_linear_sizes(fmt, tokens, n, k):
     assert error_ratio(gemm.linear(x, weight), x, dense.T) <= 1
     y = gemm.linear(x, weight, bias)
     assert error_ratio(y, x, dense.T, bias) <= 1
-    assert error_ratio(gemm.linear_grad(y, weight), y, dense) <= 1
+    assert error_ratio(gemm_grad.linear_grad(y, weight), y, dense) <= 1
 
 
 @both_formats
@@ -130,7 +130,7 @@ def test_linear_dtypes(fmt, dtype, tokens):
     x = torch.randn(tokens, 160, device=DEVICE).to(dtype)
     y = gemm.linear(x, weight, bias)
     assert error_ratio(y, x, dense.T, bias) <= 1
-    assert error_ratio(gemm.linear_grad(y, weight), y, dense) <= 1
+    assert error_ratio(gemm_grad.linear_grad(y, weight), y, dense) <= 1
 
 
 @both_formats
@@ -176,7 +176,7 @@ def test_float16_within_range(fmt):
 @triton.jit
 def two_terms_kernel(x, high, low, size, SIZE: tl.constexpr):
     index = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    terms = gemm.two_terms(tl.load(x + index, mask=index < size))
+    terms = decode.two_terms(tl.load(x + index, mask=index < size))
     tl.store(high + index, terms[0], mask=index < size)
     tl.store(low + index, terms[1], mask=index < size)
 
@@ -213,7 +213,7 @@ def test_grouped(fmt, case):
     weight, bias = weight_of(experts, 33, 96, fmt=fmt), torch.randn(experts, 33, device=DEVICE)
     x, offsets = torch.randn(tokens, 96, device=DEVICE), torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     y, plain = gemm.linear(x, weight, bias, offsets), gemm.linear(x, weight, None, offsets)
-    gradient = gemm.linear_grad(y, weight, offsets)
+    gradient = gemm_grad.linear_grad(y, weight, offsets)
     owner = torch.full((tokens,), -1)
     for e, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
         owner[start:end] = e
@@ -274,7 +274,7 @@ def test_corrected_products(fmt, name, dtype, tokens, n, k):
     y = gemm.linear(x, weight, bias)
     assert error_ratio(y, x, dense.T, bias) <= 1
     if tokens == 1:
-        assert error_ratio(gemm.linear_grad(y, weight), y, dense) <= 1
+        assert error_ratio(gemm_grad.linear_grad(y, weight), y, dense) <= 1
 
 
 @both_formats
@@ -283,7 +283,7 @@ def test_corrected_parts(fmt):
     whole = corrected(9, 320, fmt=fmt)
     dense = reference.dequantize(whole, torch.float32)
     for first, last in ((0, 128), (128, 320), (256, 320)):
-        part = ops._columns(whole.rows(slice(2, 8)), slice(first, last))
+        part = dispatch._columns(whole.rows(slice(2, 8)), slice(first, last))
         assert differing(dequantize(part, torch.float32, first), dense[2:8, first:last]) == 0
 
 
@@ -306,10 +306,11 @@ def test_tokens_in_parts(fmt, monkeypatch):
     """What outliers add is held in float32 for a limited number of tokens at once."""
     weight, x, bias = corrected(4, 32, fmt=fmt), torch.randn(9, 32, device=DEVICE), torch.randn(4, device=DEVICE)
     whole = gemm.linear(x, weight, bias)
-    gradient = gemm.linear_grad(whole, weight)
-    monkeypatch.setattr(gemm, "OUTLIER_TOKENS", 4)
-    assert torch.equal(gemm.linear(x, weight, bias), whole)
-    assert torch.equal(gemm.linear_grad(whole, weight), gradient)
+    gradient = gemm_grad.linear_grad(whole, weight)
+    monkeypatch.setattr(outliers, "TOKENS", 4)
+    # Not bit for bit: the interpreter's products are numpy's, whose sums depend on the CPU and on where a row starts.
+    torch.testing.assert_close(gemm.linear(x, weight, bias), whole)
+    torch.testing.assert_close(gemm_grad.linear_grad(whole, weight), gradient)
 
 
 @pytest.mark.parametrize("k", [40_000, 65_568])

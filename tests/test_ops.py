@@ -14,7 +14,7 @@ import torch._dynamo.testing
 from torch.nn import functional as F
 
 from gpu_check import differing, error_ratio, random_weight
-from hf_mxfp4 import ops, reference
+from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4, QuantizedTensor
 
 both_formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS.keys())
@@ -49,7 +49,7 @@ def test_linear_is_f_linear(fmt, dtype, monkeypatch):
     for shape in ((7, 96), (2, 3, 96), (96,), (0, 96), (2, 0, 96)):
         x = torch.randn(shape, dtype=dtype)
         for chunk in (1, 96 * 7, 1 << 20):
-            monkeypatch.setitem(ops.CHUNK_WEIGHTS, "cpu", chunk)
+            monkeypatch.setitem(dispatch.CHUNK_WEIGHTS, "cpu", chunk)
             y = ops.linear(x, weight, bias)
             assert y.shape == (*shape[:-1], 50)
             assert error_ratio(y.view(-1, 50), x.view(-1, 96), dense.T, bias) <= 1
@@ -412,7 +412,7 @@ def test_wrong_inputs_while_tracing():
 @pytest.fixture
 def fresh_answers():
     """What was found out about devices, and which warnings were given, is forgotten before and after."""
-    caches = ops._why_no_kernels, ops._warn_slow
+    caches = dispatch._why_no_kernels, dispatch._warn_slow
     for cache in caches:
         cache.cache_clear()
     yield
@@ -460,11 +460,11 @@ def test_old_gpus(monkeypatch, fresh_answers, capability, hip, usable):
     device = torch.device("cuda", 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert [ops.use_kernels(device, torch.bfloat16, "auto") for _ in range(3)] == [usable] * 3
-        assert not ops.use_kernels(device, torch.float64, "auto")
-        assert not ops.use_kernels(device, torch.bfloat16, "torch")
+        assert [dispatch.use_kernels(device, torch.bfloat16, "auto") for _ in range(3)] == [usable] * 3
+        assert not dispatch.use_kernels(device, torch.float64, "auto")
+        assert not dispatch.use_kernels(device, torch.bfloat16, "torch")
     assert len(caught) == (not usable)
     if not usable:
         assert "Tesla T4 has compute capability 7.5, the kernels need 8.0" in str(caught[0].message)
         with pytest.raises(RuntimeError, match=r"7\.5"):
-            ops.use_kernels(device, torch.bfloat16, "triton")
+            dispatch.use_kernels(device, torch.bfloat16, "triton")

@@ -15,7 +15,7 @@ import torch._dynamo.testing
 from torch.nn import functional as F
 
 from gpu_check import corrections, differing, error_ratio, random_weight, with_outliers
-from hf_mxfp4 import ops, reference
+from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4, Outliers, QuantizedTensor
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +121,7 @@ def test_chunks(case, dtype, monkeypatch):
     for shape in ((7, 288), (2, 3, 288), (288,), (0, 288)):
         x = torch.randn(shape, device=DEVICE).to(dtype)
         for chunk in (1, 50 * 100, 1 << 20):  # 100 columns are three blocks and no macro-block
-            monkeypatch.setitem(ops.CHUNK_WEIGHTS, DEVICE.type, chunk)
+            monkeypatch.setitem(dispatch.CHUNK_WEIGHTS, DEVICE.type, chunk)
             y = ops.linear(x, weight, bias, "torch")
             assert error_ratio(y.view(-1, 50), x.view(-1, 288), dense.T, bias) <= 1
             gradient = linear_grad(y, weight, "torch")
@@ -191,9 +191,9 @@ def test_strides(case):
 def test_many_tokens_on_a_gpu(case, monkeypatch):
     """With "auto" they go through chunks that a kernel decodes, but not past macro factors."""
     gemm = pytest.importorskip("hf_mxfp4.kernels.gemm")
-    monkeypatch.setattr(ops, "use_kernels", lambda *_: True)
-    monkeypatch.setattr(ops, "FUSED_TOKENS", 2)
-    monkeypatch.setitem(ops.CHUNK_WEIGHTS, DEVICE.type, 6 * 64)
+    monkeypatch.setattr(dispatch, "use_kernels", lambda *_: True)
+    monkeypatch.setattr(dispatch, "FUSED_TOKENS", 2)
+    monkeypatch.setitem(dispatch.CHUNK_WEIGHTS, DEVICE.type, 6 * 64)
     weight, x = weight_of(6, 160, case=case), torch.randn(3, 160, device=DEVICE)
     fused = []
     monkeypatch.setattr(gemm, "linear", lambda *args, f=gemm.linear: fused.append(args) or f(*args))

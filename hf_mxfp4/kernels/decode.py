@@ -88,6 +88,36 @@ def load_weights(
 
 
 @triton.jit
+def two_terms(values):
+    """float32 values of up to 16 significant bits as `(high, low)` of up to 8 each, as bfloat16 holds them.
+
+    The sum is exact, but for bits below 2^-133, bfloat16's smallest number. Truncated, not rounded: `high` of a finite
+    value is finite.
+    """
+    high = (values.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return high, tl.where(high == values, 0.0, values - high)  # 0 at infinity
+
+
+@triton.jit
+def add_product(x, weights, total, SPLIT: tl.constexpr):
+    """`total + x @ weights`, accumulated in float32; with SPLIT, float16 x as two exact bfloat16 terms."""
+    if SPLIT:
+        high, low = two_terms(x.to(tl.float32))
+        total = tl.dot(low.to(tl.bfloat16), weights, total)
+        return tl.dot(high.to(tl.bfloat16), weights, total)
+    return tl.dot(x.to(weights.dtype), weights, total, input_precision="ieee")
+
+
+@triton.jit
+def load_addend(addend, row, end, column, width, tokens, TILE_M: tl.constexpr, TILE: tl.constexpr):
+    """`addend [width, tokens]` at tokens from `row` and outputs from `column` on, turned: `[TILE_M, TILE]`."""
+    addend += tl.cast(column, tl.int64) * tokens + row  # offsets of 32 bits in the tile: fewer registers
+    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE)
+    mask = (row + rows < end)[:, None] & (column + columns < width)[None, :]
+    return tl.load(addend + (columns[None, :] * tokens + rows[:, None]), mask=mask, other=0.0)
+
+
+@triton.jit
 def find_rows(slot, offsets, tokens, experts, TILE_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Expert and rows `[row, end)` of a program in `slot`; no rows left if `row >= end`.
 

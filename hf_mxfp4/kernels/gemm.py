@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""W4A16 matrix products with the weight decoded tile by tile: a linear layer, and its gradient with respect to x.
+"""W4A16 matrix product with the weight decoded tile by tile: a linear layer.
 
-Either works on one matrix or on a stack of experts, whose tokens stand sorted by expert. Twin: `reference.linear`.
+It works on one matrix or on a stack of experts, whose tokens stand sorted by expert. Twin: `reference.linear`.
 
 A tile of weights enters the product as `E2M1 * scale`, which is exact in float32 and bfloat16, and in float16 for E4M3
 scales; the tensor scale multiplies the float32 accumulator. E8M0 scales exceed float16, so float16 activations meet
-them as the exact sum of two bfloat16 numbers, in two products. Macro factors need float32: in the linear layer they
-multiply the product of each step along K, in the accumulator; in the gradient, whose sum runs across them, a weight
-with its factor is the exact sum of two bfloat16 numbers. What outliers add is summed up first (kernels/outliers.py).
+them as the exact sum of two bfloat16 numbers, in two products. Macro factors need float32: they multiply the
+product of each step along K, in the accumulator. What outliers add is summed up first (kernels/outliers.py).
 """
 
 import torch
@@ -15,38 +14,18 @@ import triton
 import triton.language as tl
 
 from hf_mxfp4.formats import QuantizedTensor
-from hf_mxfp4.kernels.decode import INTERPRET, MACRO, dense_rows, find_rows, load_factors, load_weights, slots_of
-from hf_mxfp4.kernels.outliers import outlier_product
-
-
-@triton.jit
-def two_terms(values):
-    """float32 values of up to 16 significant bits as `(high, low)` of up to 8 each, as bfloat16 holds them.
-
-    The sum is exact, but for bits below 2^-133, bfloat16's smallest number. Truncated, not rounded: `high` of a finite
-    value is finite.
-    """
-    high = (values.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return high, tl.where(high == values, 0.0, values - high)  # 0 at infinity
-
-
-@triton.jit
-def add_product(x, weights, total, SPLIT: tl.constexpr):
-    """`total + x @ weights`, accumulated in float32; with SPLIT, float16 x as two exact bfloat16 terms."""
-    if SPLIT:
-        high, low = two_terms(x.to(tl.float32))
-        total = tl.dot(low.to(tl.bfloat16), weights, total)
-        return tl.dot(high.to(tl.bfloat16), weights, total)
-    return tl.dot(x.to(weights.dtype), weights, total, input_precision="ieee")
-
-
-@triton.jit
-def load_addend(addend, row, end, column, width, tokens, TILE_M: tl.constexpr, TILE: tl.constexpr):
-    """`addend [width, tokens]` at tokens from `row` and outputs from `column` on, turned: `[TILE_M, TILE]`."""
-    addend += tl.cast(column, tl.int64) * tokens + row  # offsets of 32 bits in the tile: fewer registers
-    rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE)
-    mask = (row + rows < end)[:, None] & (column + columns < width)[None, :]
-    return tl.load(addend + (columns[None, :] * tokens + rows[:, None]), mask=mask, other=0.0)
+from hf_mxfp4.kernels import outliers
+from hf_mxfp4.kernels.decode import (
+    INTERPRET,
+    MACRO,
+    add_product,
+    dense_rows,
+    find_rows,
+    load_addend,
+    load_factors,
+    load_weights,
+    slots_of,
+)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -126,77 +105,6 @@ def linear_kernel(
     tl.store(out + rows[:, None] * N + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def linear_grad_kernel(
-    x,
-    packed,
-    scale,
-    global_scale,
-    macro,
-    addend,
-    offsets,
-    out,
-    tokens,
-    N,
-    K,
-    experts,
-    stride_x,
-    stride_packed,
-    stride_scale,
-    E8M0: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DOT: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-):
-    """A tile `[TILE_M, TILE_K]` of `out = x @ W + addend.T`; x `[tokens, N]` is the gradient that came in, out
-    `[tokens, K]`, addend float32 `[K, tokens]` or `None`."""
-    expert, row, end = find_rows(tl.program_id(0), offsets, tokens, experts, TILE_M, EXPERTS)
-    if row >= end:
-        return
-    rows = row + tl.arange(0, TILE_M).to(tl.int64)
-    first = tl.program_id(1) * TILE_K
-    inner = tl.arange(0, TILE_N)
-    total = tl.zeros((TILE_M, TILE_K), tl.float32)
-    low_total = total  # of its own: two products in a row into one cost a change of its layout on Hopper
-    for n in range(0, N, TILE_N):
-        mask = (rows < end)[:, None] & (n + inner < N)[None, :]
-        part = tl.load(x + rows[:, None] * stride_x + (n + inner)[None, :], mask=mask, other=0.0)
-        weight_rows = n + inner + tl.cast(expert, tl.int64) * N
-        weights = load_weights(
-            packed,
-            scale,
-            macro,
-            weight_rows,
-            n + inner < N,
-            first,
-            K,
-            stride_packed,
-            stride_scale,
-            E8M0,
-            BLOCK,
-            TILE_K,
-            EVEN_K,
-        )
-        if macro is not None and DOT != tl.float32:
-            weights, low = two_terms(weights)
-            low_total = add_product(part, low.to(DOT), low_total, SPLIT)
-        total = add_product(part, weights.to(DOT), total, SPLIT)
-    if macro is not None:
-        total += low_total
-    if global_scale is not None:
-        total = total * tl.load(global_scale + expert)
-    columns = first + tl.arange(0, TILE_K)
-    if addend is not None:
-        total = total + load_addend(addend, row, end, first, K, tokens, TILE_M, TILE_K)
-    mask = (rows < end)[:, None] & (columns < K)[None, :]
-    tl.store(out + rows[:, None] * K + columns[None, :], total.to(out.dtype.element_ty), mask=mask)
-
-
 # Rows of x in a tile: outputs in a tile, length of a step along the sum, warps, stages. The first row with enough room
 # is taken. Chosen without a GPU, by registers and shared memory on all targets (tests/test_kernel_compile.py); few
 # outputs in the smallest tile leave more programs for a single token. float32 has no tensor cores: there the
@@ -205,20 +113,18 @@ TILES = {16: (32, 128, 4, 3), 32: (64, 128, 4, 3), 64: (128, 64, 8, 3), 128: (12
 # With macro factors there is a second accumulator, or a weight has two terms.
 TILES_MACRO = {16: (32, 128, 4, 3), 32: (64, 64, 4, 3), 64: (32, 64, 4, 3), 128: (64, 64, 8, 3)}
 TILES_FLOAT32 = {16: (64, 32, 4, 1), 64: (64, 32, 4, 1)}
-OUTLIER_TOKENS = 8192  # at once, without experts: what outliers add takes 4 bytes for each output
 
 
-def tile(dtype: torch.dtype, tokens: int, experts: int = 1, grad: bool = False, macro: bool = False) -> dict[str, int]:
+def tile(dtype: torch.dtype, tokens: int, experts: int = 1, macro: bool = False) -> dict[str, int]:
     """Tile sizes and launch options for the tokens a matrix gets, the mean for experts. A heuristic, not tuned."""
     tiles = TILES_FLOAT32 if dtype == torch.float32 else TILES_MACRO if macro else TILES
     rows = next((rows for rows in tiles if rows * experts >= tokens), max(tiles))
-    outer, inner, warps, stages = tiles[rows]
-    n, k = (inner, outer) if grad else (outer, inner)
+    n, k, warps, stages = tiles[rows]
     return {"TILE_M": rows, "TILE_N": n, "TILE_K": k, "num_warps": warps, "num_stages": stages}
 
 
 def constants(x_dtype: torch.dtype, weight: QuantizedTensor, tile_k: int, experts: int) -> dict:
-    """The compile-time arguments both kernels share, but for the tile sizes."""
+    """The compile-time arguments but for the tile sizes."""
     e8m0 = weight.format.scale_dtype == torch.uint8
     split = x_dtype == torch.float16 and e8m0 and not INTERPRET
     dot = torch.float32 if INTERPRET else torch.bfloat16 if split else x_dtype
@@ -232,30 +138,34 @@ def constants(x_dtype: torch.dtype, weight: QuantizedTensor, tile_k: int, expert
     }
 
 
-def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
-    """Run a kernel over x `[tokens, K or N]`; `extra` are its arguments between `global_scale` and `offsets`."""
+def linear(x, weight: QuantizedTensor, bias=None, offsets=None) -> torch.Tensor:
+    """`x [tokens, K] @ W.T + bias` in `x.dtype` (float32, bfloat16, float16), accumulated in float32.
+
+    With `offsets` (int32 `[E+1]`), `weight` and `bias` are stacks and rows `offsets[e] .. offsets[e+1]` of x meet
+    expert e; rows of no expert come out as zeros. The host does not wait for the values of `offsets`.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     packed, scale, global_scale, macro = dense_rows(weight)
     tokens, (n, k) = x.shape[0], weight.shape[-2:]
-    if weight.outliers is not None and offsets is None and tokens > OUTLIER_TOKENS:
-        return torch.cat([_launch(kernel, part, weight, extra, None, grad) for part in x.split(OUTLIER_TOKENS)])
+    if weight.outliers is not None and offsets is None and tokens > outliers.TOKENS:
+        return torch.cat([linear(part, weight, bias) for part in x.split(outliers.TOKENS)])
     experts = weight.shape[0] if offsets is not None else 1
     # Rows of no expert are not visited.
     allocate = torch.empty if offsets is None else torch.zeros
-    out = allocate((tokens, k if grad else n), dtype=torch.float32 if INTERPRET else x.dtype, device=x.device)
+    out = allocate((tokens, n), dtype=torch.float32 if INTERPRET else x.dtype, device=x.device)
     if out.numel():
-        options = tile(x.dtype, tokens, experts, grad, macro is not None)
+        options = tile(x.dtype, tokens, experts, macro is not None)
         slots = slots_of(tokens, offsets, options["TILE_M"])
         with torch.cuda.device_of(x):
-            addend = weight.outliers and outlier_product(x, weight, offsets, grad, options["TILE_M"])
-            kernel[slots, triton.cdiv(out.shape[1], options["TILE_K" if grad else "TILE_N"])](
+            addend = weight.outliers and outliers.outlier_product(x, weight, offsets, False, options["TILE_M"])
+            linear_kernel[slots, triton.cdiv(n, options["TILE_N"])](
                 x,
                 packed,
                 scale,
                 global_scale,
                 macro,
                 addend,
-                *extra,
+                None if bias is None else bias.contiguous(),
                 None if offsets is None else offsets.contiguous(),
                 out,
                 tokens,
@@ -269,17 +179,3 @@ def _launch(kernel, x, weight, extra, offsets, grad) -> torch.Tensor:
                 **options,
             )
     return out.to(x.dtype)
-
-
-def linear(x, weight: QuantizedTensor, bias=None, offsets=None) -> torch.Tensor:
-    """`x [tokens, K] @ W.T + bias` in `x.dtype` (float32, bfloat16, float16), accumulated in float32.
-
-    With `offsets` (int32 `[E+1]`), `weight` and `bias` are stacks and rows `offsets[e] .. offsets[e+1]` of x meet
-    expert e; rows of no expert come out as zeros. The host does not wait for the values of `offsets`.
-    """
-    return _launch(linear_kernel, x, weight, (None if bias is None else bias.contiguous(),), offsets, grad=False)
-
-
-def linear_grad(grad, weight: QuantizedTensor, offsets=None) -> torch.Tensor:
-    """`grad [tokens, N] @ W` in `grad.dtype`: the gradient of `linear` with respect to x."""
-    return _launch(linear_grad_kernel, grad, weight, (), offsets, grad=True)

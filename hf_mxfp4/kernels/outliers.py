@@ -11,6 +11,7 @@ import triton.language as tl
 from hf_mxfp4.formats import Outliers, QuantizedTensor
 from hf_mxfp4.kernels.decode import find_rows, slots_of
 
+TOKENS = 8192  # of a product at once, without experts: what outliers add takes 4 bytes for each output
 ENTRIES = 16  # read at once: about as many as a row has, 0.5 % of 4096
 SCATTER = {"ENTRIES": ENTRIES, "num_warps": 1}
 
