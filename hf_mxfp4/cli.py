@@ -7,15 +7,24 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import get_safetensors_metadata, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+)
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.table import Table
 
-from hf_mxfp4 import analysis
+from hf_mxfp4 import analysis, tuner
+from hf_mxfp4 import doctor as diagnosis
+from hf_mxfp4.checkpoints import read_header
 from hf_mxfp4.formats import FORMATS
 from hf_mxfp4.scales import SCALE_RULES
 
@@ -73,6 +82,120 @@ def analyze(
             steps = {rule: report.overall.summary()["total"]} | report.corrected()
             Console().print("error: " + ", ".join(f"{step} {error:.5f}" for step, error in steps.items()))
     console.print(f"wrote {output / 'analysis.json'} and {output / 'analysis.png'}")
+
+
+_TUNED = ("mxfp4", "nvfp4", "mxfp4+macro")
+
+
+@app.command()
+def tune(
+    shapes: Annotated[str, typer.Option(help="Layers as NxK,NxK,...; those of Qwen3 if not given.")] = "",
+    model: Annotated[str, typer.Option(help="Take the layers of a model: a folder of safetensors, or a Hub id.")] = "",
+    formats: Annotated[str, typer.Option(help=f"Of {', '.join(_TUNED)}.")] = "mxfp4,nvfp4",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens.")] = ",".join(map(str, tuner.TOKENS)),
+    dtype: Annotated[str, typer.Option(help="Of bf16, fp16, fp32.")] = "bf16",
+    output: Annotated[Path | None, typer.Option(help="The table; the one that is looked up if not given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table.")] = False,
+) -> None:
+    """Measure which kernel options are fastest on this GPU, and keep them for the next time packed layers run on it.
+
+    A run that was stopped goes on where it was when it is started again. Example:
+
+    hf-mxfp4 tune --model Qwen/Qwen3-8B --formats nvfp4 --tokens 1,16,64,512
+    """
+    work = tuner.jobs(
+        _layers(shapes, model),
+        _choices("--formats", formats, _TUNED),
+        _choices("--dtype", dtype, ("bf16", "fp16", "fp32")),
+        _numbers("--tokens", tokens.split(",")),
+    )
+    if not torch.cuda.is_available():
+        console.print("[red]error:[/red] tune measures a GPU, and torch sees none (torch.cuda.is_available()).")
+        raise typer.Exit(1)
+    from hf_mxfp4.kernels import tuning
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    head = tuning.head_of(device)
+    path = output or tuning.user_table(head["device"])
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    try:
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=len(work))
+
+            def show(number: int, job: tuner.Job, row: dict | None) -> None:
+                if row is None:
+                    progress.console.print(f"no candidate fits: {job}")
+                description = f"{job.kernel} {job.format} {job.tokens} x {job.n}x{job.k}"
+                progress.update(task, completed=number, description=description)
+
+            def tell(job: tuner.Job, way: tuner.Way, why: str) -> None:
+                if why.startswith("wrong"):  # what does not fit on this GPU is expected
+                    progress.console.print(f"[red]{why}[/red], left out: {way} of {job}")
+
+            measured = tuner.tune(work, tuner.Bench(device), path, head, show, tell)
+    except KeyboardInterrupt:
+        console.print(f"stopped; the same command goes on from {path}.journal")
+        raise typer.Exit(1) from None
+    tuning.forget()
+    if as_json:
+        print(path.read_text(encoding="utf-8"))
+    console.print(f"wrote {path}: {measured} products measured")
+
+
+def _layers(shapes: str, model: str) -> list[tuple[int, int]]:
+    """`(N, K)` of layers, from either option."""
+    if shapes and model:
+        raise typer.BadParameter("give --shapes or --model, not both.", param_hint="--model")
+    if shapes:
+        pairs = [_numbers("--shapes", shape.split("x")) for shape in shapes.split(",")]
+        for pair in pairs:
+            if len(pair) != 2 or pair[1] % 32:
+                raise typer.BadParameter(f"{shapes!r}; expected NxK,NxK,... with K in 32s.", param_hint="--shapes")
+        return [(n, k) for n, k in pairs]
+    found = tuner.layer_shapes(_headers(model)) if model else list(tuner.SHAPES)
+    if not found:
+        raise typer.BadParameter(f"{model} has no matrices that would be packed.", param_hint="--model")
+    return found
+
+
+def _headers(model: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of a model's tensors; of one on the Hub, only the headers of its files are read."""
+    if Path(model).is_dir():
+        try:
+            read = [read_header(file) for file in sorted(Path(model).glob("*.safetensors"))]
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--model") from error
+        return {name: (tensor.dtype, tensor.shape) for header in read for name, tensor in header.items()}
+    try:
+        files = get_safetensors_metadata(model).files_metadata.values()
+    except (HFValidationError, HfHubHTTPError, NotASafetensorsRepoError, OfflineModeIsEnabled, OSError) as error:
+        message = f"{model} is not a folder, and not to be had from the Hub: {error}"
+        raise typer.BadParameter(message, param_hint="--model") from error
+    return {name: (info.dtype, tuple(info.shape)) for file in files for name, info in file.tensors.items()}
+
+
+def _choices(option: str, given: str, allowed: tuple[str, ...]) -> list[str]:
+    chosen = given.split(",")
+    if unknown := [word for word in chosen if word not in allowed]:
+        raise typer.BadParameter(f"{', '.join(unknown)!r}; allowed: {', '.join(allowed)}.", param_hint=option)
+    return chosen
+
+
+def _numbers(option: str, words: list[str]) -> list[int]:
+    if not all(word.isascii() and word.isdigit() and int(word) > 0 for word in words):
+        raise typer.BadParameter(f"{','.join(words)!r}; expected positive numbers.", param_hint=option)
+    return [int(word) for word in words]
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of lines.")] = False) -> None:
+    """Versions, and which implementation runs on this machine's CPU and GPUs, and why: for a report of a problem."""
+    found = diagnosis.report()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, text in diagnosis.lines(found):
+        print(f"{name:<14}{text}")
 
 
 def local_folder(model: str, *patterns: str) -> Path:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation computes a product with a packed weight, and the implementations in chunks.
 
-    "auto"    kernels on CUDA and ROCm; plain torch on other devices and for float64
+    "auto"    kernels on CUDA and ROCm; C on CPUs, where it was compiled; plain torch elsewhere and for float64
     "triton"  the fused kernel or an error (CPU tensors only under TRITON_INTERPRET=1, for tests)
     "torch"   plain torch on any device: the weight is decoded chunk by chunk into a scratch buffer
 
-With "auto", many tokens at once (`FUSED_TOKENS`) also go through chunks, decoded by a kernel. Products of chunks are
-`F.linear` of the dequantized weight in x's dtype, up to the order of its sums. Weights with macro factors are never
-rounded to 16 bits: they take the fused kernel for any number of tokens, or are multiplied in float32. Nothing is kept
-between calls.
+With "auto", many tokens at once also go through chunks, decoded by a kernel: where the device's table says so
+(kernels/tuning.py), or from `FUSED_TOKENS` on. Products of chunks are `F.linear` of the dequantized weight in x's
+dtype, up to the order of its sums. Weights with macro factors are never rounded to 16 bits: they take the fused kernel
+for any number of tokens, or are multiplied in float32. Nothing is kept between calls; where kernels run, nothing waits
+for the GPU.
 """
 
 from __future__ import annotations
@@ -20,23 +21,28 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch.nn import functional as F
 
 from hf_mxfp4 import reference
 from hf_mxfp4.formats import MACRO_BLOCK, QuantizedTensor
 
-FUSED_TOKENS = 1024  # from here on decoding once and a dense product are faster than the fused kernel
+# From here on decoding once and a dense product are faster than the fused kernel, where no table knows: estimates for
+# an H200, of forward and gradient.
+FUSED_TOKENS, FUSED_TOKENS_GRAD = 1024, 512
+C = "c"
 CHUNK_WEIGHTS = {"cpu": 1 << 20}  # weights decoded at once: 4 MB in float32 stay in a core's caches
-CHUNK_WEIGHTS_ELSEWHERE = 1 << 26
+CHUNK_WEIGHTS_AT_LEAST = 1 << 23  # elsewhere: half of the L2 cache, but enough outputs to keep a GPU busy
 
 
 # --- which implementation --------------------------------------------------------------------------------------------
 
 
-def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
-    """Whether Triton kernels run; raises if they are demanded and cannot, warns once if they would be missed."""
+def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool | str:
+    """Whether Triton kernels run, or `C` where C does instead.
+
+    Raises if Triton kernels are demanded and cannot run, warns once if they would be missed.
+    """
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype == torch.float64)):
-        return False
+        return C if backend == "auto" and device.type == "cpu" and dtype != torch.float64 and _has_c() else False
     reason = "float64 has no kernel" if dtype == torch.float64 else _why_no_kernels(device)
     if reason is None:
         return True
@@ -44,6 +50,13 @@ def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
         raise RuntimeError(f'backend="triton": {reason}. backend="torch" works on every device.')
     _warn_slow(reason)
     return False
+
+
+@functools.cache
+def _has_c() -> bool:
+    from hf_mxfp4.kernels import cpu
+
+    return cpu.path() is not None
 
 
 @functools.cache
@@ -76,23 +89,44 @@ def _warn_slow(reason: str) -> None:
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-def decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool, first: int = 0) -> torch.Tensor:
-    """Decoded weight; its columns are those from `first` on, as far as outliers (which are not cut) are concerned."""
+def decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool, first: int = 0, out=None) -> torch.Tensor:
+    """Decoded weight; its columns are those from `first` on, as far as outliers (which are not cut) are concerned.
+
+    `out` is room that may be used for it, `[N, K]` in `dtype`, dense: only what is returned counts.
+    """
+    if kernels == C:
+        from hf_mxfp4.kernels import cpu
+
+        return cpu.dequantize(weight, dtype, first, out)
     if kernels:
         from hf_mxfp4.kernels.dequantize import dequantize
 
-        return dequantize(weight, dtype, first)
+        return dequantize(weight, dtype, first, out)
     dense = reference.dequantize(weight._replace(outliers=None), dtype)
     if weight.outliers is not None:
         reference.scatter_outliers(dense.view(-1, dense.shape[-1]), weight.outliers, first)
     return dense
 
 
-def _chunks(length: int, other: int, step: int, device: torch.device) -> list[slice]:
-    """Slices of a dimension of a matrix, in multiples of `step`, of `CHUNK_WEIGHTS` weights or a little less."""
-    most = CHUNK_WEIGHTS.get(device.type, CHUNK_WEIGHTS_ELSEWHERE) // max(1, other)
-    size = max(step, most // step * step)
-    return [slice(start, start + size) for start in range(0, length, size)]
+def chunk_weights(like: torch.Tensor) -> int:
+    """Weights that are decoded at once where no table knows better, on a tensor's device and in its dtype."""
+    return CHUNK_WEIGHTS.get(like.device.type) or _cached_weights(like.device, like.itemsize)
+
+
+@functools.cache
+def _cached_weights(device: torch.device, itemsize: int) -> int:
+    """As many as a GPU's L2 cache holds until they are read (H200: 12 M in 16 bits)."""
+    cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if device.type == "cuda" else 0
+    return max(CHUNK_WEIGHTS_AT_LEAST, cache * 12 // 25 // itemsize)
+
+
+def _chunks(length: int, other: int, step: int, like: torch.Tensor, most: int | None = None) -> list[slice]:
+    """Equal slices of a dimension of a matrix, in multiples of `step`, of at most `most` weights or thereabouts."""
+    most = most or chunk_weights(like)
+    size = max(step, most // max(1, other) // step * step)
+    step = math.lcm(step, 256) if size > 2048 else step  # whole tiles of the product
+    size = -(-length // -(-length // size) // step) * step if length else step
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _product_dtype(x: torch.Tensor, weight: QuantizedTensor) -> torch.dtype:
@@ -100,32 +134,49 @@ def _product_dtype(x: torch.Tensor, weight: QuantizedTensor) -> torch.dtype:
     return x.dtype if weight.macro is None else torch.promote_types(x.dtype, torch.float32)
 
 
-def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool) -> torch.Tensor:
-    """`x [T, K] @ W.T + bias` by chunks of W's rows."""
+def _multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """`out = x @ matrix + bias`, in place: out may be columns of something wider, in another dtype."""
+    if out.dtype != x.dtype:
+        out.copy_(x @ matrix if bias is None else torch.addmm(bias, x, matrix))
+    elif bias is None:
+        torch.mm(x, matrix, out=out)
+    else:
+        torch.addmm(bias, x, matrix, out=out)
+
+
+def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool, most: int | None = None) -> torch.Tensor:
+    """`x [T, K] @ W.T + bias` by chunks of W's rows, all decoded into one scratch buffer; `most` weights at once."""
+    if kernels == C:
+        from hf_mxfp4.kernels import cpu
+
+        if cpu.few(x.shape[0], x.dtype, weight.macro is not None):
+            return cpu.linear(x, weight, bias)
     (n, k), dtype = weight.shape, _product_dtype(x, weight)
+    out, scratch = x.new_empty(x.shape[0], n), None
     wide, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    chunks = _chunks(n, k, 1, x.device) if x.shape[0] else []
-    if len(chunks) == 1:
-        return F.linear(wide, decode(weight, dtype, kernels), bias).to(x.dtype)
-    out = x.new_empty(x.shape[0], n)
-    for rows in chunks:
-        dense = decode(weight.rows(rows), dtype, kernels)
-        out[:, rows] = F.linear(wide, dense, None if bias is None else bias[rows])
+    for rows in _chunks(n, k, 1, wide, most) if x.shape[0] else ():
+        part = weight.rows(rows)
+        scratch = decode(part, dtype, kernels, out=None if scratch is None else scratch[: part.packed.shape[0]])
+        _multiply(wide, scratch.T, None if bias is None else bias[rows], out[:, rows])
     return out
 
 
-def _product_grad(grad: torch.Tensor, weight: QuantizedTensor, kernels: bool) -> torch.Tensor:
+def _product_grad(grad: torch.Tensor, weight: QuantizedTensor, kernels: bool, most: int | None = None) -> torch.Tensor:
     """`grad [T, N] @ W` by chunks of W's columns: each sum over N is one product, never added up in low precision."""
     (n, k), dtype = weight.shape, _product_dtype(grad, weight)
     wide, step = grad.to(dtype), weight.format.block_size if weight.macro is None else MACRO_BLOCK
-    chunks = _chunks(k, n, step, grad.device) if grad.shape[0] else []
-    if len(chunks) == 1:
-        return (wide @ decode(weight, dtype, kernels)).to(grad.dtype)
-    out = grad.new_empty(grad.shape[0], k)
-    for columns in chunks:
-        part = _columns(weight, columns)
-        out[:, columns] = wide @ decode(part, dtype, kernels, columns.start)
+    out, scratch = grad.new_empty(grad.shape[0], k), None
+    for columns in _chunks(k, n, step, wide, most) if grad.shape[0] else ():
+        part, width = _columns(weight, columns), columns.stop - columns.start
+        room = None if scratch is None else scratch.view(-1)[: n * width].view(n, width)
+        scratch = decode(part, dtype, kernels, columns.start, room)
+        _multiply(wide, scratch, None, out[:, columns])
     return out
+
+
+def product_in_chunks(x, weight: QuantizedTensor, bias, kernels: bool, grad: bool, most: int | None = None):
+    """`_product_grad` or `_product`; `most` weights at once."""
+    return _product_grad(x, weight, kernels, most) if grad else _product(x, weight, bias, kernels, most)
 
 
 def _columns(weight: QuantizedTensor, columns: slice) -> QuantizedTensor:
@@ -153,19 +204,32 @@ def _by_expert(x, offsets, weight: QuantizedTensor, bias, product: Callable, fea
 def product(x, offsets, weight: QuantizedTensor, bias, backend: str, grad: bool) -> torch.Tensor:
     """x through the weight, or with `grad` through its transpose; by the fused kernel or by chunks."""
     kernels = use_kernels(x.device, x.dtype, backend)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    features = weight.shape[-1 if grad else -2]
+    rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    *_, n, byte = weight.packed.shape
+    options, most, fused = None, None, offsets is not None or weight.macro is not None or backend == "triton"
+    if kernels is True and offsets is None:
+        from hf_mxfp4.kernels import tuning
 
-    def matrix_product(rows, weight, bias):
-        return _product_grad(rows, weight, kernels) if grad else _product(rows, weight, bias, kernels)
-
-    fused = offsets is not None or weight.macro is not None or backend == "triton" or rows.shape[0] < FUSED_TOKENS
-    if kernels and fused:
+        kernel, tokens, macro = "linear_grad" if grad else "linear", rows.shape[0], weight.macro is not None
+        choice = tuning.choose(kernel, x.device, x.dtype, weight.format.name, tokens, n, 2 * byte, macro)
+        if choice is not None:
+            options, most = choice.options, choice.chunk
+        elif tokens >= (FUSED_TOKENS_GRAD if grad else FUSED_TOKENS):
+            most = chunk_weights(x)
+        fused = fused or most is None
+    if kernels is True and fused:
         from hf_mxfp4.kernels import gemm, gemm_grad
 
-        out = gemm_grad.linear_grad(rows, weight, offsets) if grad else gemm.linear(rows, weight, bias, offsets)
+        if grad:
+            out = gemm_grad.linear_grad(rows, weight, offsets, options)
+        else:
+            out = gemm.linear(rows, weight, bias, offsets, options)
     elif offsets is None:
-        out = matrix_product(rows, weight, bias)
+        out = product_in_chunks(rows, weight, bias, kernels, grad, most)
     else:
-        out = _by_expert(rows, offsets, weight, bias, matrix_product, features)
-    return out.view(*x.shape[:-1], features)
+
+        def matrix_product(rows, weight, bias):
+            return product_in_chunks(rows, weight, bias, kernels, grad)
+
+        out = _by_expert(rows, offsets, weight, bias, matrix_product, 2 * byte if grad else n)
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[1])

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hf_mxfp4 import ops
+from hf_mxfp4 import experts_ops, ops
+from hf_mxfp4.activations import Activation, recognise
 from hf_mxfp4.formats import NVFP4, BlockFormat, QuantizedTensor
 from hf_mxfp4.packed import PackedModule
 
@@ -76,8 +77,7 @@ class FP4Linear(PackedModule, nn.Linear):
     @property
     def quantized(self) -> QuantizedTensor:
         """The packed weight; its scales multiply."""
-        global_scale = self.weight_global_scale.reciprocal()[0] if self.format.has_global_scale else None
-        return self.packed_weight("weight", global_scale)
+        return self.packed_weight("weight")
 
     @property
     def weight(self) -> torch.Tensor:
@@ -101,13 +101,17 @@ class FP4Linear(PackedModule, nn.Linear):
 
 
 class FP4Experts(PackedModule):
-    """The fused experts of a mixture-of-experts layer, packed: two grouped linears around the model's own gate.
+    """The fused experts of a mixture-of-experts layer, packed: two projections around the model's own gate.
 
     Stands in for transformers' experts modules (Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 and the like, gpt-oss) and
     keeps their attributes. Whatever the original's arrangement, weights are packed along the reduction dimension:
     `gate_up_proj_packed` uint8 `[E, 2I, H/2]`, `down_proj_packed` uint8 `[E, H, I/2]`, with `_scale` and, for NVFP4,
     `_global_scale` float32 `[E, P]` (one column for each projection merged in, all equal; **divides**). Rows of
     gate_up_proj stay in the model's order ([gate; up], or interleaved for gpt-oss).
+
+    With a gate that is known (`activation`), the whole layer is one operator, `experts_ops.experts`; any other gate
+    runs in torch between two grouped linears. transformers' choice of an experts implementation does not apply: its
+    functions read dense weights.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class FP4Experts(PackedModule):
         self.act_fn, self.has_gate, self.has_bias = act_fn, has_gate, has_bias
         self.is_transposed, self.is_concatenated = is_transposed, is_concatenated
         self.gate_function: Callable | None = None
+        self.activation: Activation | None = None
         self.first = "gate_up_proj" if has_gate else "up_proj"
         self.shapes = {
             self.first: (num_experts, intermediate_size * (2 if has_gate else 1), hidden_size),
@@ -148,6 +153,12 @@ class FP4Experts(PackedModule):
             if has_bias:
                 bias = torch.empty(shape[:2], device=device, dtype=self.dtype)
                 self.register_parameter(f"{name}_bias", nn.Parameter(bias))
+
+    def __setattr__(self, name: str, value) -> None:
+        super().__setattr__(name, value)
+        # A setting of the gate may have changed: what was recognised before would be a wrong guess.
+        if not name.startswith("_") and name not in ("activation", "training") and "activation" in self.__dict__:
+            self.activation = recognise(self)
 
     @classmethod
     def unsupported_reason(cls, experts: nn.Module) -> str | None:
@@ -201,8 +212,7 @@ class FP4Experts(PackedModule):
 
     def quantized(self, name: str) -> QuantizedTensor:
         """A packed projection `[E, N, K]`; its scales multiply, `global_scale` `[E]`."""
-        scale = getattr(self, f"{name}_global_scale")[:, 0].reciprocal() if self.format.has_global_scale else None
-        return self.packed_weight(name, scale)
+        return self.packed_weight(name)
 
     def dequantized(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A projection in the original module's arrangement (transposed where that one is), in `dtype`."""
@@ -239,16 +249,26 @@ class FP4Experts(PackedModule):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
-        expert, order = top_k_index.reshape(-1).sort(stable=True)
-        bounds = torch.arange(self.num_experts + 1, device=expert.device, dtype=expert.dtype)
-        offsets = torch.searchsorted(expert, bounds).to(torch.int32)
+        if self.activation is None or self.activation_format is not None:
+            out = self._by_projection(x, top_k_index, top_k_weights)
+        else:
+            (first, first_bias), (down, down_bias) = (
+                (self.quantized(name), getattr(self, f"{name}_bias") if self.has_bias else None)
+                for name in self.shapes
+            )
+            weights = (first, first_bias, down, down_bias)
+            out = experts_ops.experts(x, top_k_index, top_k_weights, *weights, self.activation, self.backend)
+        return out.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _by_projection(self, x, top_k_index, top_k_weights) -> torch.Tensor:
+        """Tokens `[M, H]` through a gate that is not fused, or inputs rounded to FP4: projection by projection."""
+        order, offsets = experts_ops.route(top_k_index, self.num_experts)
         top_k = top_k_index.shape[-1]
         out = self._project(self.first, x[order // top_k], offsets)
         out = self._project("down_proj", self._apply_gate(out), offsets)
         out = torch.zeros_like(out).index_copy(0, order, out)  # back in the order of the tokens
         weights = torch.where(top_k_index < self.num_experts, top_k_weights, 0)
-        out = (out.unflatten(0, (x.shape[0], top_k)) * weights[..., None]).sum(1)
-        return out.to(hidden_states.dtype).view(hidden_states.shape)
+        return (out.unflatten(0, (x.shape[0], top_k)) * weights[..., None]).sum(1)
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={shape}" for name, shape in self.shapes.items())

@@ -7,10 +7,11 @@ The checks run on real and on fake tensors alike, and read no values: nothing he
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, MXFP4, Outliers, QuantizedTensor
+from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, MXFP4, BlockFormat, Outliers, QuantizedTensor
 
 BACKENDS = ("auto", "triton", "torch")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -36,8 +37,35 @@ def operands(weight: QuantizedTensor) -> tuple[torch.Tensor | None, ...]:
         raise TypeError(f"outliers.columns: dtype {columns.dtype}, expected torch.uint16 or torch.int32.")
     if columns is not None and columns.dtype == torch.uint16:
         columns = columns.view(torch.int16)
-    scale = weight.scale.view(torch.uint8)
+    scale = weight.scale if found == torch.uint8 else weight.scale.view(torch.uint8)
     return weight.packed, scale, weight.global_scale, weight.macro, values, columns, row_offsets
+
+
+_SEEN: set[tuple] = set()
+
+
+def check_once(check: Callable, *arguments) -> None:
+    """`check(*arguments)`, unless it went well before for tensors of the same dtypes, shapes and devices.
+
+    That is all that checks look at, and they take longer than all else in a call.
+    """
+    kind = (check, *[(a.dtype, a.device, a.shape) if isinstance(a, torch.Tensor) else a for a in arguments])
+    if kind not in _SEEN:
+        check(*arguments)
+        if len(_SEEN) > 10_000:  # another number of tokens in each call
+            _SEEN.clear()
+        _SEEN.add(kind)
+
+
+def as_weight(operands: tuple, fmt: BlockFormat) -> QuantizedTensor:
+    """Operands that were checked as a `QuantizedTensor`; its columns are uint16 or int32 again."""
+    packed, scale, global_scale, macro, values, columns, row_offsets = operands
+    outliers = None
+    if values is not None:
+        columns = columns.view(torch.uint16) if columns.dtype == torch.int16 else columns
+        outliers = Outliers(values, columns, row_offsets)
+    scale = scale if fmt.scale_dtype == torch.uint8 else scale.view(fmt.scale_dtype)
+    return QuantizedTensor(packed, scale, global_scale, fmt, macro, outliers)
 
 
 def check_dtype(name: str, found: torch.dtype, *allowed: torch.dtype) -> None:
@@ -57,11 +85,8 @@ def check_devices(**tensors) -> None:
     )
 
 
-def check_weight(operands: list, format: str, ndim: int | None, backend: str) -> QuantizedTensor:
-    """Operands as a `QuantizedTensor`, their dtypes, shapes and devices checked; `ndim` is what `packed` must have.
-
-    Its columns are uint16 or int32 again.
-    """
+def check_weight(operands: tuple, format: str, ndim: int | None, backend: str) -> QuantizedTensor:
+    """`as_weight`, with dtypes, shapes and devices checked; `ndim` is what `packed` must have."""
     packed, scale, global_scale, macro, *outliers = operands
     torch._check_value(format in FORMATS, lambda: f"format={format!r}: expected one of {', '.join(FORMATS)}.")
     torch._check_value(backend in BACKENDS, lambda: f"backend={backend!r}: expected one of {', '.join(BACKENDS)}.")
@@ -88,13 +113,13 @@ def check_weight(operands: list, format: str, ndim: int | None, backend: str) ->
         check_dtype("macro", macro.dtype, torch.uint8)
         width = (k + MACRO_BLOCK - 1) // MACRO_BLOCK
         check_shape("macro", macro, (*lead, width), f"one for {MACRO_BLOCK} weights along a row")
-    outliers = _check_outliers(outliers, math.prod(lead))
-    given = outliers._asdict() if outliers else {}
+    _check_outliers(outliers, math.prod(lead))
+    given = dict(zip(Outliers._fields, outliers, strict=True))
     check_devices(packed=packed, scale=scale, global_scale=global_scale, macro=macro, **given)
-    return QuantizedTensor(packed, fmt.scale_from_bytes(scale), global_scale, fmt, macro, outliers)
+    return as_weight(operands, fmt)
 
 
-def _check_outliers(tensors: list, rows: int) -> Outliers | None:
+def _check_outliers(tensors: list, rows: int) -> None:
     """`values`, `columns` (int16 for uint16, or int32) and `offsets` of the outliers of so many rows."""
     missing = [name for name, tensor in zip(Outliers._fields, tensors, strict=True) if tensor is None]
     torch._check_value(
@@ -102,7 +127,7 @@ def _check_outliers(tensors: list, rows: int) -> Outliers | None:
         lambda: f"outliers: {', '.join(missing)} missing; values, columns and offsets come together or not at all.",
     )
     if missing:
-        return None
+        return
     values, columns, offsets = tensors
     check_dtype("outliers.values", values.dtype, torch.bfloat16, torch.float16, torch.float32)
     check_dtype("outliers.columns", columns.dtype, torch.int16, torch.int32)
@@ -112,7 +137,6 @@ def _check_outliers(tensors: list, rows: int) -> Outliers | None:
     )
     check_shape("outliers.columns", columns, tuple(values.shape), "one for each value")
     check_shape("outliers.offsets", offsets, (rows + 1,), "one more than rows of the weight")
-    return Outliers(values, columns.view(torch.uint16) if columns.dtype == torch.int16 else columns, offsets)
 
 
 def check_input(x, name: str, features: int, weight: QuantizedTensor, bias=None, offsets=None) -> None:

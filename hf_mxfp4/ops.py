@@ -6,14 +6,23 @@ Each operator is declared once below: schema, checks, shape, gradient. `dispatch
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 
 from hf_mxfp4 import dispatch
-from hf_mxfp4.formats import QuantizedTensor
-from hf_mxfp4.operands import COUNT, DTYPES, SCHEMA, check_dtype, check_input, check_weight, operands
+from hf_mxfp4.formats import FORMATS, QuantizedTensor
+from hf_mxfp4.operands import (
+    COUNT,
+    DTYPES,
+    SCHEMA,
+    as_weight,
+    check_dtype,
+    check_input,
+    check_once,
+    check_weight,
+    operands,
+)
 
 
 def dequantize(weight: QuantizedTensor, dtype: torch.dtype = torch.bfloat16, backend: str = "auto") -> torch.Tensor:
@@ -46,7 +55,7 @@ def linear(
         `torch.Tensor` `[..., N]` in x's dtype (the autocast dtype under autocast).
     """
     x, bias = autocast_inputs(x, bias)
-    return torch.ops.hf_mxfp4.linear(x, None, *operands(weight), bias, weight.format.name, backend)
+    return call(_LINEAR, x, None, *operands(weight), bias, weight.format.name, backend)
 
 
 def grouped_linear(
@@ -71,7 +80,7 @@ def grouped_linear(
         `torch.Tensor` `[T, N]` in x's dtype (the autocast dtype under autocast). Differentiable as `linear` is.
     """
     x, bias = autocast_inputs(x, bias)
-    return torch.ops.hf_mxfp4.linear(x, offsets, *operands(weight), bias, weight.format.name, backend)
+    return call(_LINEAR, x, offsets, *operands(weight), bias, weight.format.name, backend)
 
 
 def autocast_inputs(x, bias):
@@ -102,23 +111,25 @@ def _dequantize_fake(*arguments):
     return weight.packed.new_empty(weight.shape, dtype=dtype)
 
 
-def _check_linear(x, offsets, *arguments, grad) -> QuantizedTensor:
-    *weight, bias, format, backend = arguments
+def _check_linear(x, offsets, *arguments) -> QuantizedTensor:
+    *weight, bias, format, backend, grad = arguments
     weight = check_weight(weight, format, 2 if offsets is None else 3, backend)
     check_input(x, "grad" if grad else "x", weight.shape[-2 if grad else -1], weight, bias, offsets)
     return weight
 
 
 def _linear(x, offsets, *arguments, grad=False):
-    weight, (bias, _, backend) = _check_linear(x, offsets, *arguments, grad=grad), arguments[-3:]
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device)  # whose casts would only undo the caller's choice of dtypes
-    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+    check_once(_check_linear, x, offsets, *arguments, grad)
+    bias, format, backend = arguments[COUNT:]
+    weight, device = as_weight(arguments[:COUNT], FORMATS[format]), x.device.type
+    if not torch.is_autocast_enabled(device):
+        return dispatch.product(x, offsets, weight, bias, backend, grad)
+    with torch.autocast(device, enabled=False):  # whose casts would only undo the caller's choice of dtypes
         return dispatch.product(x, offsets, weight, bias, backend, grad)
 
 
 def _linear_fake(x, offsets, *arguments, grad=False):
-    weight = _check_linear(x, offsets, *arguments, grad=grad)
+    weight = _check_linear(x, offsets, *arguments, grad)
     return x.new_empty(*x.shape[:-1], weight.shape[-1 if grad else -2])
 
 
@@ -148,11 +159,11 @@ def _backward_linear(ctx, grad):
         grad_x = torch.ops.hf_mxfp4.linear_grad(grad, offsets, *weight, *ctx.options)
     if ctx.needs_input_grad[_BIAS]:
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_bias = (rows.sum(0) if offsets is None else _sum_by_expert(rows, offsets)).to(ctx.bias_dtype)
+        grad_bias = (rows.sum(0) if offsets is None else sum_by_expert(rows, offsets)).to(ctx.bias_dtype)
     return grad_x, *[None] * (1 + COUNT), grad_bias, None, None
 
 
-def _sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def sum_by_expert(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sums `[E, N]` over the rows `[T, N]` of each expert, without reading `offsets` on the host."""
     index = torch.arange(rows.shape[0], device=rows.device, dtype=offsets.dtype)
     index = torch.searchsorted(offsets, index, right=True)  # 0 before the first expert, E + 1 after the last
@@ -167,13 +178,50 @@ def _backward_linear_grad(ctx, grad):
 
 def define_operator(name: str, schema: str, implementation: Callable, fake: Callable, *autograd: Callable) -> None:
     """Declare an operator: one implementation for all devices, its shape and checks, and (save, backward)."""
-    name = f"hf_mxfp4::{name}"
-    torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(name, "CompositeExplicitAutograd", implementation)
-    torch.library.register_fake(name, fake)
+    qualified = f"hf_mxfp4::{name}"
+    torch.library.define(qualified, schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", implementation)
+    torch.library.register_fake(qualified, fake)
     if autograd:
-        save, backward = autograd
-        torch.library.register_autograd(name, backward, setup_context=save)
+        operator = getattr(torch.ops.hf_mxfp4, name).default
+        torch.library.impl(qualified, "Autograd", _differentiable(operator, *autograd))
+
+
+def _differentiable(operator, save: Callable, backward: Callable) -> Callable:
+    """What `torch.library.register_autograd` makes of (save, backward), but for 35 us that its reading of the schema
+    takes in each call with a gradient (torch 2.13)."""
+
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = operator(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(f"{operator._opname}_backward", (torch.autograd.Function,), methods)
+
+    def with_gradient(*inputs):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*inputs)
+
+    return with_gradient
+
+
+def call(operator, x: torch.Tensor, *arguments) -> torch.Tensor:
+    """`operator(x, *arguments)`; where no gradient can be asked for, without a stop at its gradient's dispatch key.
+
+    That stop is Python, and half of what the dispatch of an eager call takes.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(x, *arguments))
+    ):
+        return operator(x, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(x, *arguments)
 
 
 define_operator(
@@ -190,3 +238,4 @@ define_operator(
     f"(Tensor grad, Tensor? offsets, {SCHEMA}, str format, str backend) -> Tensor",
     *(_linear_grad, _linear_grad_fake, _save, _backward_linear_grad),
 )
+_LINEAR = torch.ops.hf_mxfp4.linear.default

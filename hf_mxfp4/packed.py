@@ -44,6 +44,7 @@ class PackedModule(nn.Module):
             raise ValueError(f"activation_format={self.activation_format!r}; allowed: None, same.")
         *lead, in_features = shape
         self.format.check_in_features(in_features, prefix)
+        self.__dict__.setdefault("_tensor_scales", {})
         scale_shape = (*lead, in_features // self.format.block_size)
         packed = torch.empty((*lead, in_features // 2), dtype=torch.uint8, device=device)
         self.register_buffer(f"{prefix}_packed", packed)
@@ -69,14 +70,41 @@ class PackedModule(nn.Module):
         for name, value in zip(_OUTLIERS, outliers, strict=True):
             self.register_buffer(f"{prefix}_{name}", value)
 
-    def packed_weight(self, prefix: str, global_scale: torch.Tensor | None = None) -> QuantizedTensor:
-        """A packed weight from its buffers, with the multiplying tensor scale given."""
+    def tensor_scale(self, prefix: str) -> torch.Tensor | None:
+        """The tensor scale of a packed weight that **multiplies**, float32 `[]` or `[E]`; `None` without one.
+
+        It is computed once, not in each forward (two launches on a GPU), and again when the buffer is another one or
+        was written to. A compiled forward does not see writes into the buffer: call `prepare` after them.
+        """
+        stored = self._buffers.get(f"{prefix}_global_scale")
+        if stored is None:
+            return None
+        kept = self._tensor_scales.get(prefix)
+        if torch.compiler.is_compiling():
+            return kept[1] if kept is not None and kept[0] is stored else stored[..., 0].reciprocal()
+        if kept is None or kept[0] is not stored or stored.is_inference() or kept[2] != stored._version:
+            with torch.inference_mode(False):  # or no later call could keep it for its gradient
+                scale = stored.detach()[..., 0].reciprocal()
+            if stored.is_cuda and torch.cuda.is_current_stream_capturing():
+                return scale  # it has its value only once the graph is replayed
+            kept = stored, scale, None if stored.is_inference() else stored._version
+            self._tensor_scales[prefix] = kept
+        return kept[1]
+
+    def prepare(self) -> None:
+        """Compute what a forward keeps, from buffers that have values: so that compiled graphs need not."""
+        for name, buffer in self._buffers.items():
+            if name.endswith("_global_scale") and buffer is not None and buffer.device.type != "meta":
+                self.tensor_scale(name.removesuffix("_global_scale"))
+
+    def packed_weight(self, prefix: str) -> QuantizedTensor:
+        """A packed weight from its buffers; its scales multiply."""
         buffers = self._buffers  # read on every forward: `getattr` of a buffer that is not there takes microseconds
         outliers = [buffers.get(f"{prefix}_{name}") for name in _OUTLIERS]
         return QuantizedTensor(
             buffers[f"{prefix}_packed"],
             buffers[f"{prefix}_scale"],
-            global_scale,
+            self.tensor_scale(prefix),
             self.format,
             buffers.get(f"{prefix}_macro_scale"),
             None if outliers[0] is None else Outliers(*outliers),
@@ -110,6 +138,7 @@ class PackedModule(nn.Module):
                     f"{prefix}_{suffix}: shape {tuple(value.shape)} does not fit the module's {tuple(buffer.shape)}."
                 )
             setattr(self, f"{prefix}_{suffix}", value)
+        self.prepare()
 
     def _kind(self) -> str:
         """For `extra_repr`."""
@@ -132,13 +161,15 @@ class PackedModule(nn.Module):
             moved = fn(integers)
             moved = moved if moved.dtype == integers.dtype else integers.to(moved.device)
             buffers[name] = moved.view(buffer.dtype)
+        self._tensor_scales.clear()
+        self.prepare()
         return self
 
     def __getstate__(self):
         # torch (2.13) cannot unpickle float8 and uint16 tensors outside torch.save.
         travel = {torch.float8_e4m3fn: torch.uint8, torch.uint16: torch.int16}
         buffers = {name: buffer.view(travel.get(buffer.dtype, buffer.dtype)) for name, buffer in self._buffers.items()}
-        return {**self.__dict__, "_buffers": buffers}
+        return {**self.__dict__, "_buffers": buffers, "_tensor_scales": {}}
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -147,6 +178,7 @@ class PackedModule(nn.Module):
                 self._buffers[name] = buffer.view(self.format.scale_dtype)
             elif buffer.dtype == torch.int16:
                 self._buffers[name] = buffer.view(torch.uint16)
+        self.prepare()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for name, buffer in self._buffers.items():
@@ -155,3 +187,4 @@ class PackedModule(nn.Module):
                 errors.append(f"{prefix + name}: dtype {value.dtype} in the state dict, {buffer.dtype} in the module.")
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        self.prepare()

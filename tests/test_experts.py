@@ -3,6 +3,7 @@
 
 import copy
 import io
+import math
 import re
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4, NVFP4, FP4Config, FP4Experts
+from hf_mxfp4.activations import Activation
+from hf_mxfp4.quantization import fake_quantize
 
 every_format = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 E, H, I = 4, 64, 32  # noqa: E741  (the names in the shapes of every experts module)
@@ -207,6 +210,47 @@ def test_attributes_of_the_original():
             assert getattr(packed, setting, None) == getattr(experts, setting, None)
         assert packed.dequantized("down_proj").shape == experts.down_proj.shape
         assert packed.dequantized("gate_up_proj", torch.float64).dtype == torch.float64
+
+
+def test_known_gates_are_fused():
+    """The layers of all these models are one operator, of the activation that the model's config names."""
+    for name in MIXTURES:
+        experts, packed = pair(name, NVFP4)
+        limit, alpha = getattr(experts, "limit", math.inf), getattr(experts, "alpha", 1.0)
+        expected = Activation("silu", alpha, limit, float(name == "gpt_oss"), name == "gpt_oss")
+        assert packed.activation == expected
+        found = [node.target for node in operators(packed, *routing(experts, 3)) if "hf_mxfp4" in str(node.target)]
+        assert [str(target) for target in found] == ["hf_mxfp4.experts.default"]
+
+
+def operators(module: nn.Module, *inputs) -> list:
+    """The operators that a forward runs."""
+    graph = torch.export.export(module, inputs).graph
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_rounded_activations_take_their_own_path(name):
+    """W4A4: the input of each projection is rounded, which the fused layer does not do."""
+    experts, packed = pair(name, NVFP4, activation_format="same")
+    x, index, weights = routing(experts, 9)
+    found = packed(x, index, weights)
+    packed.activation_format = None
+    assert not torch.equal(packed(x, index, weights), found)
+    packed.activation_format, rounded = "same", fake_quantize(x, NVFP4)
+    close(packed(rounded, index, weights), found)  # rounding twice changes nothing
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm", "sonicmoe", None])
+def test_experts_implementation_does_not_apply(implementation):
+    """transformers' functions read dense weights: a packed model is the same under any of their names."""
+    model = case("qwen3_moe").load()
+    expected = outputs(model)
+    if implementation is not None:
+        model.config._experts_implementation = implementation
+        assert torch.equal(outputs(model), expected)
+    loaded = case("qwen3_moe").load(**({"experts_implementation": implementation} if implementation else {}))
+    assert torch.equal(outputs(loaded), expected)
 
 
 def make_experts(parts: dict, **flags) -> nn.Module:

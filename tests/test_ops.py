@@ -50,10 +50,10 @@ def test_linear_is_f_linear(fmt, dtype, monkeypatch):
         x = torch.randn(shape, dtype=dtype)
         for chunk in (1, 96 * 7, 1 << 20):
             monkeypatch.setitem(dispatch.CHUNK_WEIGHTS, "cpu", chunk)
-            y = ops.linear(x, weight, bias)
+            y = ops.linear(x, weight, bias, "torch")
             assert y.shape == (*shape[:-1], 50)
             assert error_ratio(y.view(-1, 50), x.view(-1, 96), dense.T, bias) <= 1
-            gradient = torch.ops.hf_mxfp4.linear_grad(y, None, *ops.operands(weight), fmt.name, "auto")
+            gradient = torch.ops.hf_mxfp4.linear_grad(y, None, *ops.operands(weight), fmt.name, "torch")
             assert error_ratio(gradient.view(-1, 96), y.view(-1, 50), dense) <= 1
     assert torch.equal(ops.linear(x, weight), ops.linear(x, weight, torch.zeros(50, dtype=dtype)))
 
@@ -138,9 +138,9 @@ def test_gradients(fmt):
     dense = reference.dequantize(weight, torch.float32)
     x, bias = torch.randn(2, 5, 96), torch.randn(50)
     gradients = []
-    for function, w in ((ops.linear, weight), (F.linear, dense)):
+    for function, w, rest in ((ops.linear, weight, ["torch"]), (F.linear, dense, [])):  # the same sums
         own_x, own_bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
-        function(own_x, w, own_bias).sin().sum().backward()
+        function(own_x, w, own_bias, *rest).sin().sum().backward()
         gradients.append((own_x.grad, own_bias.grad))
     torch.testing.assert_close(*gradients)
     assert not any(t.requires_grad for t in weight[:3] if t is not None)
@@ -152,9 +152,9 @@ def test_grouped_gradients(fmt):
     dense = reference.dequantize(weight, torch.float32)
     x, bias = torch.randn(10, 64), torch.randn(3, 17)
     gradients = []
-    for function, w in ((ops.grouped_linear, weight), (dense_grouped, dense)):
+    for function, w, rest in ((ops.grouped_linear, weight, ["torch"]), (dense_grouped, dense, [])):
         own_x, own_bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
-        function(own_x, offsets_of(), w, own_bias).sin().sum().backward()
+        function(own_x, offsets_of(), w, own_bias, *rest).sin().sum().backward()
         gradients.append((own_x.grad, own_bias.grad))
     torch.testing.assert_close(*gradients)
 

@@ -214,9 +214,9 @@ def test_gradients(case):
     dense = reference.dequantize(weight, torch.float32)
     x, bias = torch.randn(2, 5, 160, device=DEVICE), torch.randn(9, device=DEVICE)
     gradients = []
-    for function, w in ((ops.linear, weight), (F.linear, dense)):
+    for function, w, rest in ((ops.linear, weight, ["torch"]), (F.linear, dense, [])):  # the same sums
         own_x, own_bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
-        function(own_x, w, own_bias).sin().sum().backward()
+        function(own_x, w, own_bias, *rest).sin().sum().backward()
         gradients.append((own_x.grad, own_bias.grad))
     torch.testing.assert_close(*gradients)
 

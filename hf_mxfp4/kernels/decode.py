@@ -39,6 +39,49 @@ def decode_e4m3(byte):
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), bits.to(tl.float32, bitcast=True) * (2.0**120))
 
 
+def scale_asm(e8m0: bool, shift: int) -> str:
+    """PTX for `permuted.fold_scales` of a byte each of two words, by PRMT's selectors for that byte and zeros."""
+    take = "{\n.reg .b32 a, b;\nprmt.b32 a, $1, 0, $3;  prmt.b32 b, $2, 0, $4;\n"
+    if e8m0:
+        return take + (
+            "min.u32 a, a, 134;  min.u32 b, b, 134;  mad.lo.u32 a, b, 0x10000, a;\n"
+            f"mad.lo.u32 $0, a, {1 << shift}, 0x{121 << 7:04X}{121 << 7:04X};\n}}"
+        )
+    return take + (
+        f"shl.b32 a, a, {shift};  mad.lo.u32 a, b, {1 << 16 + shift}, a;\n"
+        f"add.u32 b, a, 0x{1 << shift:04X}{1 << shift:04X};  "
+        f"lop3.b32 $0, b, 0x{0x80 << shift:04X}{0x80 << shift:04X}, a, 0xEA;\n}}"
+    )
+
+
+E8M0_ASM, E4M3_ASM, E4M3_HALF_ASM = (tl.constexpr(scale_asm(*of)) for of in ((True, 7), (False, 4), (False, 7)))
+
+
+@triton.jit
+def fold_words(words, select, E8M0: tl.constexpr, DOT: tl.constexpr):
+    """`permuted.fold_scales` of the byte that PRMT's `select` takes from each of `words`, in DOT; inline PTX."""
+    if DOT == tl.float16:
+        scales = tl.inline_asm_elementwise(E4M3_HALF_ASM, "=r,r,r,r,r", [words, select], tl.float16, True, 2)
+        scales = scales * tl.full((), 2.0**15, DOT)
+    elif E8M0:
+        scales = tl.inline_asm_elementwise(E8M0_ASM, "=r,r,r,r,r", [words, select], tl.bfloat16, True, 2)
+    else:
+        scales = tl.inline_asm_elementwise(E4M3_ASM, "=r,r,r,r,r", [words, select], tl.bfloat16, True, 2)
+        scales = scales * tl.full((), 2.0**120, DOT) * tl.full((), 2.0**119, DOT)
+    return scales
+
+
+@triton.jit
+def macro_scales(code, m):
+    """E8M0 bytes `code` and macro bytes `m`, uint8, as float32: `2^126` times the scale, by `1 + h/16` and by `l/256`.
+
+    h and l are the halves of m. Both fit into bfloat16; the first is not finite where that is not so.
+    """
+    code, m = tl.minimum(code.to(tl.uint32), 129), m.to(tl.uint32)
+    high = (((code + 126) << 23) | (m >> 4 << 19)).to(tl.float32, bitcast=True)
+    return high, ((code + 118) << 23).to(tl.float32, bitcast=True) * (m & 15).to(tl.float32)
+
+
 @triton.jit
 def load_factors(macro, rows, k, K, mask):
     """Macro factors `1 + m/256` of the weights at `rows` and `k`, float32; `macro` uint8 `[R, ceil(K/128)]`, dense."""
@@ -99,16 +142,6 @@ def two_terms(values):
 
 
 @triton.jit
-def add_product(x, weights, total, SPLIT: tl.constexpr):
-    """`total + x @ weights`, accumulated in float32; with SPLIT, float16 x as two exact bfloat16 terms."""
-    if SPLIT:
-        high, low = two_terms(x.to(tl.float32))
-        total = tl.dot(low.to(tl.bfloat16), weights, total)
-        return tl.dot(high.to(tl.bfloat16), weights, total)
-    return tl.dot(x.to(weights.dtype), weights, total, input_precision="ieee")
-
-
-@triton.jit
 def load_addend(addend, row, end, column, width, tokens, TILE_M: tl.constexpr, TILE: tl.constexpr):
     """`addend [width, tokens]` at tokens from `row` and outputs from `column` on, turned: `[TILE_M, TILE]`."""
     addend += tl.cast(column, tl.int64) * tokens + row  # offsets of 32 bits in the tile: fewer registers
@@ -139,7 +172,7 @@ def find_rows(slot, offsets, tokens, experts, TILE_M: tl.constexpr, EXPERTS: tl.
 
 def slots_of(tokens: int, offsets: torch.Tensor | None, tile_m: int) -> int:
     """How many slots `find_rows` needs for all tokens, whatever `offsets` (`[E+1]`, or `None`) hold."""
-    return triton.cdiv(tokens, tile_m) if offsets is None else tokens // tile_m + offsets.shape[0] - 1
+    return -(-tokens // tile_m) if offsets is None else tokens // tile_m + offsets.shape[0] - 1
 
 
 def dense_rows(weight: QuantizedTensor) -> tuple[torch.Tensor | None, ...]:
@@ -147,11 +180,13 @@ def dense_rows(weight: QuantizedTensor) -> tuple[torch.Tensor | None, ...]:
 
     Views as long as rows are dense; kernels take the distance between rows as an argument, but for `macro`.
     """
-    matrices = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (weight.packed, weight.scale.view(torch.uint8)))
-    packed, scale = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in matrices)
+    packed, scale, global_scale, macro = weight.packed, weight.scale, weight.global_scale, weight.macro
+    scale = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
+    if packed.ndim != 2:  # in each call of a layer: no view that is not needed
+        packed, scale = (rows.reshape(-1, rows.shape[-1]) for rows in (packed, scale))
     return (
-        packed,
-        scale,
-        None if weight.global_scale is None else weight.global_scale.reshape(-1).contiguous(),
-        None if weight.macro is None else weight.macro.contiguous(),
+        packed if packed.stride(1) == 1 else packed.contiguous(),
+        scale if scale.stride(1) == 1 else scale.contiguous(),
+        global_scale if global_scale is None or not global_scale.ndim else global_scale.reshape(-1).contiguous(),
+        None if macro is None else macro.contiguous(),
     )
