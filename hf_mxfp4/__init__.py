@@ -11,6 +11,7 @@ gives a model whose linears and fused experts stay packed in 4 bits. The folder 
 
 from hf_mxfp4.config import FP4Config, quantize
 from hf_mxfp4.formats import MXFP4, NVFP4, QuantizedTensor
+from hf_mxfp4.fusion import fuse_projections, unfuse_projections
 from hf_mxfp4.modules import FP4Experts, FP4Linear
 from hf_mxfp4.ops import dequantize
 from hf_mxfp4.quantizer import FP4HfQuantizer, register
@@ -25,7 +26,9 @@ __all__ = [
     "FP4Linear",
     "QuantizedTensor",
     "dequantize",
+    "fuse_projections",
     "quantize",
+    "unfuse_projections",
 ]
 
 register()

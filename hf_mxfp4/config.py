@@ -85,6 +85,10 @@ class FP4Config(QuantizationConfigMixin):
         dequantize (`bool`, defaults to `False`): load a quantized checkpoint as a plain full-precision model.
         backend (`str`, defaults to `"auto"`):
             `"triton"`, `"torch"`, or `"auto"`: Triton on GPUs, torch on CPU.
+        fuse_projections (`bool`, defaults to `False`):
+            Compute q, k and v by one product, and gate and up by another, where no gradient is needed. May be given
+            beside a quantized checkpoint, and is not stored. For adapters on these layers leave it out, or call
+            `hf_mxfp4.unfuse_projections(model)` first.
 
     Raises:
         ValueError: for unknown names and impossible combinations, with what is allowed.
@@ -125,6 +129,7 @@ class FP4Config(QuantizationConfigMixin):
         on_unsupported: str = "error",
         dequantize: bool = False,
         backend: str = "auto",
+        fuse_projections: bool = False,
         **unknown,
     ):
         if unknown:
@@ -145,7 +150,7 @@ class FP4Config(QuantizationConfigMixin):
         self.overrides = copy.deepcopy(dict(overrides) if pairs else overrides)
         self.compute_dtype = _COMPUTE_DTYPES[compute_dtype] if compute_dtype in [*_COMPUTE_DTYPES] else compute_dtype
         self.layout, self.on_unsupported = layout, on_unsupported
-        self.dequantize, self.backend = dequantize, backend
+        self.dequantize, self.backend, self.fuse_projections = dequantize, backend, fuse_projections
         self.stored: dict | None = None  # of a model's checkpoint: what stands beside our fields, see `to_dict`
         self.requested: FP4Config | None = None  # what a user passed beside a quantized checkpoint
         self.post_init()
@@ -156,7 +161,7 @@ class FP4Config(QuantizationConfigMixin):
         check_choice("layout", self.layout, ("auto", *LAYOUTS))
         check_choice("on_unsupported", self.on_unsupported, ("error", "keep"))
         check_choice("backend", self.backend, ("auto", "triton", "torch"))
-        for name in ("dequantize", "error_feedback", "channel_weights"):
+        for name in ("dequantize", "error_feedback", "channel_weights", "fuse_projections"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a bool.")
         if self.activation_format not in (None, "same"):
@@ -279,6 +284,7 @@ class FP4Config(QuantizationConfigMixin):
             value = copy.deepcopy(getattr(self, name))
             fields[name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         fields["calibration_dir"] = fields["calibration_device"] = None  # of the machine that quantized
+        del fields["fuse_projections"]  # of the run: the checkpoint is the same
         if isinstance(self.calibration, list):
             fields["calibration"] = f"{len(self.calibration)} texts"
         if self.overrides is not None:
@@ -330,7 +336,7 @@ class FP4Config(QuantizationConfigMixin):
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a config passed beside a quantized checkpoint may change; the rest must agree (checked on load)."""
-        names = ["dequantize", "backend", "compute_dtype"]
+        names = ["dequantize", "backend", "compute_dtype", "fuse_projections"]
         names += ["activation_format"] if "activation_format" in self.given else []
         return {name: getattr(self, name) for name in names} | {"requested": self}
 

@@ -16,7 +16,7 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from hf_mxfp4 import conversion, packing, whole_model
+from hf_mxfp4 import conversion, fusion, packing, whole_model
 from hf_mxfp4.checkpoints import (
     FULL_PRECISION,
     HF_MXFP4_KEY,
@@ -247,6 +247,8 @@ class FP4HfQuantizer(HfQuantizer):
         if config.dequantize:
             self._dequantize(model, model.dtype)
             self.remove_quantization_config(model)
+        elif config.fuse_projections:
+            fusion.fuse_projections(model)
         return model
 
     def _quantize_loaded(self, model) -> None:
@@ -335,6 +337,7 @@ class FP4HfQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model, dtype=None):
+        fusion.unfuse_projections(model)
         return packing.dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 

@@ -188,7 +188,7 @@ def test_round_trips(values):
     config = FP4Config(**values)
     stored = config.to_dict()
     assert stored["quant_method"] == "hf_mxfp4" and stored["version"] == 1
-    assert set(stored) == {"quant_method", "version", *FIELDS}
+    assert set(stored) == {"quant_method", "version", *FIELDS} - {"fuse_projections"}
     assert json.loads(json.dumps(stored)) == stored
     for again in (
         FP4Config.from_dict(stored),
@@ -211,7 +211,7 @@ def test_portable_round_trip(values):
     stored = json.loads(json.dumps(config.to_dict()))
     assert stored["quant_method"] == "compressed-tensors"
     assert {key: value for key, value in stored.items() if key != HF_MXFP4_KEY} == config.stored
-    assert set(stored[HF_MXFP4_KEY]) == {"version", *FIELDS}
+    assert set(stored[HF_MXFP4_KEY]) == {"version", *FIELDS} - {"fuse_projections"}
     again = FP4Config.from_dict(stored)
     assert behave_alike(config, again) and again.stored == config.stored
     assert again.quant_method == "hf_mxfp4"
@@ -353,7 +353,8 @@ def test_loading_attributes():
     config = FP4Config(dequantize=True, backend="torch", compute_dtype="float16")
     attributes = config.get_loading_attributes()
     assert attributes.pop("requested") is config
-    assert attributes == {"dequantize": True, "backend": "torch", "compute_dtype": torch.float16}
+    options = {"dequantize": True, "backend": "torch", "compute_dtype": torch.float16, "fuse_projections": False}
+    assert attributes == options
 
 
 def test_contradictions():
