@@ -23,7 +23,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-inpu
 # Many small tests: a process per core with one thread each is faster than one process with a thread per core.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: demo test test-oldest lint format bench clean
+.PHONY: demo test test-oldest lint format bench bench-kernels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -32,9 +32,14 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) $(PYTEST_ARGS)
 
-# The same tests on the oldest supported transformers, in an environment of its own.
+# Tests whose subject knows nothing of transformers: one run of them is enough.
+ONCE := cpu error_feedback formats gemm_grad gemm_small kernel_compile kernels kernels_quantize macro_block ops \
+  ops_corrections outliers peer_quantizers permuted quantization reference scales tuning
+
+# The other tests on the oldest supported transformers, in an environment of its own.
 test-oldest:
-	$(MAKE) test VENV=.venv-5.17 CONSTRAINTS=.ci/constraints-oldest.txt
+	$(MAKE) test VENV=.venv-5.17 CONSTRAINTS=.ci/constraints-oldest.txt \
+	  PYTEST_ARGS="$(ONCE:%=--ignore=tests/test_%.py) $(PYTEST_ARGS)"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -46,6 +51,9 @@ format: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python scripts/benchmark_accuracy.py $(BENCH_ARGS)
+
+bench-kernels: $(VENV)/.installed
+	$(BIN)/python scripts/benchmark_kernels.py $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv .venv-5.17 build dist demo_output *.egg-info .pytest_cache .ruff_cache .hypothesis

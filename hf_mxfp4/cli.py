@@ -116,7 +116,11 @@ def tune(
 
     device = torch.device("cuda", torch.cuda.current_device())
     head = tuning.head_of(device)
-    path = output or tuning.user_table(head["device"])
+    try:
+        path = output or tuning.user_table(head["device"])
+    except RuntimeError as error:
+        console.print(f"[red]error:[/red] {error} Set HF_MXFP4_CACHE to a folder, or name a file by --output.")
+        raise typer.Exit(1) from error
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     try:
         with Progress(*columns, console=console) as progress:
@@ -136,6 +140,9 @@ def tune(
     except KeyboardInterrupt:
         console.print(f"stopped; the same command goes on from {path}.journal")
         raise typer.Exit(1) from None
+    except OSError as error:
+        console.print(f"[red]error:[/red] {path} cannot be written: {error}. Name another file by --output.")
+        raise typer.Exit(1) from error
     tuning.forget()
     if as_json:
         print(path.read_text(encoding="utf-8"))

@@ -84,7 +84,7 @@ class FP4Config(QuantizationConfigMixin):
             Modules that cannot be packed: `"error"`, or `"keep"` them in full precision and warn with their list.
         dequantize (`bool`, defaults to `False`): load a quantized checkpoint as a plain full-precision model.
         backend (`str`, defaults to `"auto"`):
-            `"triton"`, `"torch"`, or `"auto"`: Triton on GPUs, torch on CPU.
+            `"triton"`, `"torch"`, or `"auto"`: Triton on GPUs, C on CPUs where it was compiled (else torch).
         fuse_projections (`bool`, defaults to `False`):
             Compute q, k and v by one product, and gate and up by another, where no gradient is needed. May be given
             beside a quantized checkpoint, and is not stored. For adapters on these layers leave it out, or call

@@ -29,20 +29,17 @@ from hf_mxfp4.formats import MACRO_BLOCK, QuantizedTensor
 # an H200, of forward and gradient.
 FUSED_TOKENS, FUSED_TOKENS_GRAD = 1024, 512
 C = "c"
-CHUNK_WEIGHTS = {"cpu": 1 << 20}  # weights decoded at once: 4 MB in float32 stay in a core's caches
+CHUNK_WEIGHTS = {"cpu": 1 << 21}  # weights decoded at once: 8 MB in float32 stay in the caches
 CHUNK_WEIGHTS_AT_LEAST = 1 << 23  # elsewhere: half of the L2 cache, but enough outputs to keep a GPU busy
 
 
 # --- which implementation --------------------------------------------------------------------------------------------
 
 
-def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool | str:
-    """Whether Triton kernels run, or `C` where C does instead.
-
-    Raises if Triton kernels are demanded and cannot run, warns once if they would be missed.
-    """
+def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool:
+    """Whether Triton kernels run; raises if they are demanded and cannot, warns once if they would be missed."""
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype == torch.float64)):
-        return C if backend == "auto" and device.type == "cpu" and dtype != torch.float64 and _has_c() else False
+        return False
     reason = "float64 has no kernel" if dtype == torch.float64 else _why_no_kernels(device)
     if reason is None:
         return True
@@ -50,6 +47,13 @@ def use_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool 
         raise RuntimeError(f'backend="triton": {reason}. backend="torch" works on every device.')
     _warn_slow(reason)
     return False
+
+
+def product_kernels(device: torch.device, dtype: torch.dtype, backend: str) -> bool | str:
+    """Of products and decoding: `use_kernels`, or `C` where C does them. Nothing else is written in C."""
+    if use_kernels(device, dtype, backend):
+        return True
+    return C if backend == "auto" and device.type == "cpu" and dtype != torch.float64 and _has_c() else False
 
 
 @functools.cache
@@ -89,7 +93,7 @@ def _warn_slow(reason: str) -> None:
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-def decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool, first: int = 0, out=None) -> torch.Tensor:
+def decode(weight: QuantizedTensor, dtype: torch.dtype, kernels: bool | str, first: int = 0, out=None) -> torch.Tensor:
     """Decoded weight; its columns are those from `first` on, as far as outliers (which are not cut) are concerned.
 
     `out` is room that may be used for it, `[N, K]` in `dtype`, dense: only what is returned counts.
@@ -144,7 +148,9 @@ def _multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, 
         torch.addmm(bias, x, matrix, out=out)
 
 
-def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool, most: int | None = None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool | str, most: int | None = None
+) -> torch.Tensor:
     """`x [T, K] @ W.T + bias` by chunks of W's rows, all decoded into one scratch buffer; `most` weights at once."""
     if kernels == C:
         from hf_mxfp4.kernels import cpu
@@ -161,7 +167,9 @@ def _product(x: torch.Tensor, weight: QuantizedTensor, bias, kernels: bool, most
     return out
 
 
-def _product_grad(grad: torch.Tensor, weight: QuantizedTensor, kernels: bool, most: int | None = None) -> torch.Tensor:
+def _product_grad(
+    grad: torch.Tensor, weight: QuantizedTensor, kernels: bool | str, most: int | None = None
+) -> torch.Tensor:
     """`grad [T, N] @ W` by chunks of W's columns: each sum over N is one product, never added up in low precision."""
     (n, k), dtype = weight.shape, _product_dtype(grad, weight)
     wide, step = grad.to(dtype), weight.format.block_size if weight.macro is None else MACRO_BLOCK
@@ -174,7 +182,7 @@ def _product_grad(grad: torch.Tensor, weight: QuantizedTensor, kernels: bool, mo
     return out
 
 
-def product_in_chunks(x, weight: QuantizedTensor, bias, kernels: bool, grad: bool, most: int | None = None):
+def product_in_chunks(x, weight: QuantizedTensor, bias, kernels: bool | str, grad: bool, most: int | None = None):
     """`_product_grad` or `_product`; `most` weights at once."""
     return _product_grad(x, weight, kernels, most) if grad else _product(x, weight, bias, kernels, most)
 
@@ -203,7 +211,7 @@ def _by_expert(x, offsets, weight: QuantizedTensor, bias, product: Callable, fea
 
 def product(x, offsets, weight: QuantizedTensor, bias, backend: str, grad: bool) -> torch.Tensor:
     """x through the weight, or with `grad` through its transpose; by the fused kernel or by chunks."""
-    kernels = use_kernels(x.device, x.dtype, backend)
+    kernels = product_kernels(x.device, x.dtype, backend)
     rows = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     *_, n, byte = weight.packed.shape
     options, most, fused = None, None, offsets is not None or weight.macro is not None or backend == "triton"

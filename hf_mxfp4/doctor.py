@@ -52,6 +52,7 @@ def lines(found: dict) -> list[tuple[str, str]]:
         rows.append((f"GPU {device['index']} runs", kernels))
         if device["kernels"]:
             rows.append(("tuning table", device["table"] or "none: heuristics choose; `hf-mxfp4 tune` measures one"))
+        rows += [("stale table", f"{path}: of another triton or other kernels") for path in device["stale_tables"]]
         rows += [("warning", text) for text in device["warnings"]]
     return rows
 
@@ -99,6 +100,7 @@ def _device(index: int) -> dict:
         "kernels": why_not is None,
         "why_not": why_not,
         "table": None,
+        "stale_tables": [],
         "warnings": [],
     }
     if why_not is None:
@@ -106,8 +108,9 @@ def _device(index: int) -> dict:
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            table = tuning.load_table(tuning.device_name(device))
+            table = tuning.load_table(found["name"])
         found["table"] = str(table.path) if table else None
+        found["stale_tables"] = [str(path) for path in tuning.stale_tables(found["name"])]
         found["warnings"] = [str(warning.message) for warning in caught]
     return found
 

@@ -39,6 +39,12 @@ class FusedLinear(FP4Linear):
         out = self.siblings.take(self.place, x)
         return super().forward(x) if out is None else out
 
+    def __setattr__(self, name: str, value) -> None:
+        changed = name in _SAME and "siblings" in vars(self) and getattr(self, name) != value
+        super().__setattr__(name, value)
+        if changed:
+            self.siblings.refresh()
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self.siblings.refresh()
@@ -107,6 +113,8 @@ class Siblings:
         held = self.held  # read once: other threads may be in the same model
         if held is None or x.is_meta:
             return None
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            return None  # vmap has no rule for the split below
         biases = [member._parameters["bias"] for member in self.members]
         if torch.is_grad_enabled() and (x.requires_grad or any([b is not None and b.requires_grad for b in biases])):
             return None  # one graph for all would keep the outputs of all alive for a gradient of one

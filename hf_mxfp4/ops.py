@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 from hf_mxfp4 import dispatch
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
@@ -103,7 +104,7 @@ def _check_dequantize(*arguments) -> QuantizedTensor:
 
 def _dequantize(*arguments):
     weight, (dtype, backend) = _check_dequantize(*arguments), arguments[-2:]
-    return dispatch.decode(weight, dtype, dispatch.use_kernels(weight.packed.device, dtype, backend))
+    return dispatch.decode(weight, dtype, dispatch.product_kernels(weight.packed.device, dtype, backend))
 
 
 def _dequantize_fake(*arguments):
@@ -197,11 +198,16 @@ def _differentiable(operator, save: Callable, backward: Callable) -> Callable:
         save(ctx, inputs, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"{operator.name()} has no forward-mode derivative; use reverse mode (backward).")
+
+    methods = {"forward": forward, "backward": backward, "jvp": jvp}
+    methods = {name: staticmethod(method) for name, method in methods.items()}
     function = type(f"{operator._opname}_backward", (torch.autograd.Function,), methods)
 
     def with_gradient(*inputs):
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        # Outside of the function forward-mode tangents would be lost in silence, as they are with torch's own.
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)) or forward_ad._current_level >= 0:
             return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*inputs)
@@ -217,6 +223,7 @@ def call(operator, x: torch.Tensor, *arguments) -> torch.Tensor:
     if (
         torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or (torch.is_grad_enabled() and torch._C._any_requires_grad(x, *arguments))
     ):
         return operator(x, *arguments)

@@ -74,7 +74,8 @@ class PackedModule(nn.Module):
         """The tensor scale of a packed weight that **multiplies**, float32 `[]` or `[E]`; `None` without one.
 
         It is computed once, not in each forward (two launches on a GPU), and again when the buffer is another one or
-        was written to. A compiled forward does not see writes into the buffer: call `prepare` after them.
+        was written to. Call `prepare` after writes through `.data`, which no forward sees, and after any others if
+        the forward is compiled.
         """
         stored = self._buffers.get(f"{prefix}_global_scale")
         if stored is None:
@@ -87,12 +88,15 @@ class PackedModule(nn.Module):
                 scale = stored.detach()[..., 0].reciprocal()
             if stored.is_cuda and torch.cuda.is_current_stream_capturing():
                 return scale  # it has its value only once the graph is replayed
+            if type(scale) is not type(stored) or torch._C._functorch.peek_interpreter_stack() is not None:
+                return scale  # a FakeTensorMode's or a transform's, which ends
             kept = stored, scale, None if stored.is_inference() else stored._version
             self._tensor_scales[prefix] = kept
         return kept[1]
 
     def prepare(self) -> None:
         """Compute what a forward keeps, from buffers that have values: so that compiled graphs need not."""
+        self._tensor_scales.clear()
         for name, buffer in self._buffers.items():
             if name.endswith("_global_scale") and buffer is not None and buffer.device.type != "meta":
                 self.tensor_scale(name.removesuffix("_global_scale"))
@@ -161,7 +165,6 @@ class PackedModule(nn.Module):
             moved = fn(integers)
             moved = moved if moved.dtype == integers.dtype else integers.to(moved.device)
             buffers[name] = moved.view(buffer.dtype)
-        self._tensor_scales.clear()
         self.prepare()
         return self
 

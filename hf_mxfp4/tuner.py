@@ -111,8 +111,8 @@ class Bench:
 
     def time(self, job: Job, way: Way, thorough: bool) -> float:
         """Microseconds, the median of many calls. Raises `Unfit`."""
-        x, weights, exact, allowed = self._inputs(job)
         try:
+            x, weights, exact, allowed = self._inputs(job)
             if not thorough:
                 self._check(self._run(job, way, x, weights[0]), exact, allowed)
             return self.timer([lambda w=w: self._run(job, way, x, w) for w in weights], thorough)
@@ -148,6 +148,7 @@ class Bench:
         if self._made[0] != job:
             from hf_mxfp4.kernels.tuning import DTYPES
 
+            self._made = (None, None, None, None)  # the old inputs go before new ones come
             fmt, generator = FORMATS[job.format], torch.Generator(self.device).manual_seed(0)
             copies = self._copies(job.n * job.k * fmt.bits_per_weight / 8)
             weights = [random_weight(job, self.device, generator) for _ in range(copies)]

@@ -23,12 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.update({"TRITON_INTERPRET": "1"} if "--interpret" in sys.argv else {})  # read when kernels are imported
 
-from exactness import corrections, differing, error_ratio, every_code_and_scale, random_weight, with_outliers
 from gpu_checks import CHECKS, Check
 from gpu_only_checks import GPU_CHECKS
 from hf_mxfp4.formats import FORMATS, BlockFormat
-
-__all__ = ["corrections", "differing", "error_ratio", "every_code_and_scale", "random_weight", "with_outliers"]
 
 
 def run(check: Callable, fmt: BlockFormat, device, big: bool) -> Iterator[Check]:

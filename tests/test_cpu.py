@@ -340,7 +340,8 @@ def test_few():
 
 @needs_c
 def test_fallbacks_exist_everywhere():
-    assert NAMES[-1] == "portable" and dispatch.use_kernels(torch.device("cpu"), torch.float32, "auto") == dispatch.C
+    assert NAMES[-1] == "portable"
+    assert dispatch.product_kernels(torch.device("cpu"), torch.float32, "auto") == dispatch.C
     assert importlib.machinery.EXTENSION_SUFFIXES[0] in cpu._cpu.__file__
 
 
@@ -375,8 +376,11 @@ def test_doctor_with_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - 2 * device.index, 0))
     monkeypatch.setattr(dispatch, "_why_no_kernels", lambda device: "too old" if device.index else None)
     monkeypatch.setattr(tuning, "load_table", lambda name: table if name == "GPU of cuda:0" else None)
+    monkeypatch.setattr(tuning, "stale_tables", lambda name: [Path("old.json")])
     found = doctor.report()
     assert found["no_devices"] is None
     assert [device["table"] for device in found["devices"]] == ["measured.json", None]
+    assert [device["stale_tables"] for device in found["devices"]] == [["old.json"], []]
     texts = dict(doctor.lines(found))
+    assert texts["stale table"] == "old.json: of another triton or other kernels"
     assert texts["GPU 0 runs"] == "triton kernels" and texts["GPU 1 runs"] == "plain torch, slow: too old"

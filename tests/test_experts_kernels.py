@@ -105,7 +105,8 @@ def check(arguments: tuple, tolerance: float = 1e-5):
 def test_kernels_equal_twin(format, tokens, gated):
     """Up to two tokens go without sorting; 45 tokens have experts with more than one tile."""
     check(make(format, tokens, gated=gated))
-    check(make(format, tokens, GPT_OSS, gated=gated, shape=(3, 64, 32), top_k=3, bias=False))
+    if gated:
+        check(make(format, tokens, GPT_OSS, shape=(3, 64, 32), top_k=3, bias=False))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -236,7 +237,8 @@ def test_opcheck(backend):
     x.requires_grad_()
     weights.requires_grad_()
     flat = (*operands(first), first_bias, *operands(down), down_bias, *activation, "nvfp4", backend)
-    torch.library.opcheck(torch.ops.hf_mxfp4.experts.default, (x, index, weights, *flat))
+    traced = {} if backend == "torch" else {"test_utils": ("test_schema", "test_faketensor")}  # else the same for both
+    torch.library.opcheck(torch.ops.hf_mxfp4.experts.default, (x, index, weights, *flat), **traced)
 
 
 def test_what_is_refused():

@@ -483,6 +483,27 @@ def test_buffers_put_in_place_by_hand():
             assert same(fused(x), apart(x)) and not same(fused(x), before)
 
 
+@pytest.mark.parametrize("change", [{"compute_dtype": torch.float64}, {"activation_format": "same"}], ids=str)
+def test_settings_changed_by_hand(change):
+    """A member that is set to compute otherwise does, and joins in again once it is set back."""
+    apart, fused = pair()
+    x, ((name, value),) = torch.randn(3, K), change.items()
+    with torch.no_grad():
+        for module in (apart, fused):
+            setattr(module.k_proj, name, value)
+        assert not is_fused(fused) and same(fused(x), apart(x))
+        for module in (apart, fused):
+            setattr(module.k_proj, name, None)
+        assert is_fused(fused) and same(fused(x), apart(x))
+
+
+def test_vmap():
+    apart, fused = pair()
+    x = torch.randn(3, K)
+    with torch.no_grad():
+        assert same([*torch.func.vmap(fused)(x)], apart(x)) and is_fused(fused)
+
+
 def test_functional_call():
     apart, fused = pair()
     state = {name: value.clone() for name, value in apart.state_dict().items()}

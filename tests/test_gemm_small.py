@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward product's launch options, whatever they are: sums in parts, every tile, orders, what is chosen when."""
 
+import contextlib
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from exactness import corrections, differing, error_ratio, random_weight
-from hf_mxfp4 import reference
+from hf_mxfp4 import ops, reference
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4
 
 pytest.importorskip("triton")
@@ -141,17 +144,22 @@ def test_parts_fill_the_device():
 @pytest.fixture
 def fake_cuda(monkeypatch):
     """`scratch` on a device that is no device: a capture that is on or off, and a stream."""
-    state = SimpleNamespace(capturing=False, stream=1)
+    state = SimpleNamespace(capturing=False, stream=1, makers=[])
+
+    def zeros(size, dtype, device):
+        state.makers.append(threading.get_ident())
+        return torch.zeros(size, dtype=dtype)
+
     cuda = SimpleNamespace(
         is_current_stream_capturing=lambda: state.capturing,
         current_stream=lambda device: SimpleNamespace(cuda_stream=state.stream),
+        stream=lambda stream: contextlib.nullcontext(),
     )
-    made = SimpleNamespace(cuda=cuda, float32=torch.float32, int32=torch.int32)
-    made.zeros = lambda size, dtype, device: torch.zeros(size, dtype=dtype)
+    made = SimpleNamespace(cuda=cuda, float32=torch.float32, int32=torch.int32, Tensor=torch.Tensor, zeros=zeros)
     made.empty = lambda size, dtype, device: torch.empty(size, dtype=dtype)
     monkeypatch.setattr(scratch, "torch", made)
-    monkeypatch.setattr(scratch, "_eager", {})
-    monkeypatch.setattr(scratch, "_slabs", {})
+    for name, empty in (("_eager", {}), ("_slabs", {}), ("_used_up", [])):
+        monkeypatch.setattr(scratch, name, empty)
     return state
 
 
@@ -168,6 +176,7 @@ def test_counters_of_a_stream(fake_cuda):
     fake_cuda.stream = 2
     assert counters(10).data_ptr() != first.data_ptr()
     assert counters(10_000).numel() >= 10_000
+    assert len(fake_cuda.makers) == 4 and threading.get_ident() not in fake_cuda.makers  # see `lasting_zeros`
 
 
 def test_counters_of_graphs(fake_cuda):
@@ -182,10 +191,14 @@ def test_counters_of_graphs(fake_cuda):
     assert eager.data_ptr() not in range(places[0], places[-1] + 4000)
     assert counters(scratch.COUNTERS).numel() == scratch.COUNTERS  # zeroed in the graph itself
     assert scratch._slabs[0] is slab
+    assert fake_cuda.makers[-1] == threading.get_ident()  # from the graph's memory, freed with it
     scratch._slabs[0] = slab[:5]
     fake_cuda.capturing = False
     counters(10)
     assert scratch._slabs[0].numel() == scratch.COUNTERS
+    kept = weakref.ref(slab.untyped_storage())
+    del slab, taken
+    assert kept() is not None  # graphs still count in it
 
 
 @pytest.mark.gpu
@@ -206,3 +219,16 @@ def test_graphs_and_streams():
                 outs.append(gemm.linear(x, weight))
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.gpu
+def test_graphs_of_inductor(monkeypatch):
+    """The warm-up of its CUDA graphs is the first launch there is: nothing of it may stay in their memory."""
+    weight, x = random_weight(1024, 4096, fmt=NVFP4, device=DEVICE), bf16(4, 4096)
+    expected = gemm.linear(x, weight)
+    for name in ("_eager", "_slabs"):
+        monkeypatch.setattr(scratch, name, {})
+    compiled = torch.compile(lambda x: ops.linear(x, weight, backend="triton"), mode="reduce-overhead")
+    with torch.no_grad():
+        assert all(torch.equal(compiled(x), expected) for _ in range(4))
+    assert scratch._slabs[DEVICE.index or 0].numel() < scratch.COUNTERS  # captured

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gpu_check
-from gpu_check import corrections, differing, error_ratio, every_code_and_scale, random_weight, with_outliers
+from exactness import corrections, differing, error_ratio, every_code_and_scale, random_weight, with_outliers
 from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import E2M1_VALUES, FORMATS, MXFP4, NVFP4, QuantizedTensor
 

@@ -17,7 +17,7 @@ from tiny_models import case, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_mxfp4
-from gpu_check import random_weight
+from exactness import random_weight
 from hf_mxfp4 import FP4Config, FP4Experts, FP4Linear, dispatch, operands, ops
 from hf_mxfp4.formats import FORMATS, MXFP4
 
@@ -138,7 +138,7 @@ def test_the_tensor_scale_follows_its_buffer(change, compiled):
         if compiled and change == "written to":
             packed.prepare()  # what the docstring asks for
         assert torch.equal(forward(x), before / 2)
-        assert torch.equal(packed.weight, packed.weight) and torch.equal(packed(x), before / 2)
+        assert torch.equal(packed(x), before / 2)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda packed: pickle.loads(pickle.dumps(packed))])
@@ -240,8 +240,7 @@ def graph_of(model, **options):
     return torch.compile(model, backend=counter, fullgraph=True, **options), counter
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name, format", [("qwen3", "nvfp4"), ("qwen3_moe", "nvfp4"), ("mixtral", "mxfp4")])
 def test_a_model_is_one_graph(name, format):
     """No break, equal logits, and no other graph for other tokens or another number of them."""
     model = case(name, format).model
@@ -269,6 +268,7 @@ def test_layers_share_a_graph():
 def test_training_is_one_graph(name):
     """Through AOT autograd, gradients of the embeddings included."""
     model = copy.deepcopy(case(name).model)
+    model.model.layers = model.model.layers[:1]  # tracing takes long
     compiled, counter = graph_of(model, backend="aot_eager", dynamic=True)
     graphs = []
     for length in (7, 9):

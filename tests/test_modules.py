@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import hf_mxfp4
@@ -143,6 +144,22 @@ def test_inference_mode_then_gradients():
     second = packed(other)
     second.sum().backward()
     assert torch.equal(first, second) and other.grad is not None
+
+
+def test_what_is_kept_outlives_no_mode():
+    """Neither a fake tensor scale nor a transform's may be met by a later forward; `prepare` sees hidden writes."""
+    packed, x = layer(), torch.randn(2, K)
+    expected = packed(x)
+    packed._tensor_scales.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert packed(mode.from_tensor(x)).shape == expected.shape
+    assert torch.equal(packed(x), expected)
+    packed._tensor_scales.clear()
+    torch.func.vmap(packed)(x)
+    assert not packed._tensor_scales and torch.equal(packed(x), expected)
+    packed.weight_global_scale.data.mul_(2)
+    packed.prepare()
+    torch.testing.assert_close(packed(x) - packed.bias, (expected - packed.bias) / 2)
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

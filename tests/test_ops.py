@@ -11,9 +11,10 @@ import warnings
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from gpu_check import differing, error_ratio, random_weight
+from exactness import differing, error_ratio, random_weight
 from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4, QuantizedTensor
 
@@ -168,6 +169,16 @@ def test_gradcheck(fmt):
     assert torch.autograd.gradcheck(lambda x, b: ops.linear(x, weight, b), (x, bias[0]), **fast)
     assert torch.autograd.gradcheck(lambda x, b: ops.grouped_linear(x, offsets_of(), stack, b), (x, bias), **fast)
     assert torch.autograd.gradgradcheck(lambda x: ops.linear(x, weight).sin(), (x,), **fast)
+
+
+def test_forward_mode_is_refused():
+    """It is not there, and a tangent must not be lost in silence, with or without gradients."""
+    weight, stack, x = weight_of(5, 32), weight_of(3, 5, 32), torch.randn(10, 32)
+    for call in (lambda x: ops.linear(x, weight), lambda x: ops.grouped_linear(x, offsets_of(), stack)):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="linear has no forward-mode"):
+            call(forward_ad.make_dual(x, x))
+        with pytest.raises(RuntimeError):  # torch's own message, about functorch
+            torch.func.jvp(call, (x,), (x,))
 
 
 def test_bfloat16_gradients_are_not_summed_in_bfloat16():
@@ -426,11 +437,17 @@ def test_without_triton():
         import sys
         sys.modules["triton"] = None  # any import of it fails
         import torch
-        from hf_mxfp4 import ops, reference
+        from hf_mxfp4 import FP4Experts, ops, quantization, reference
         weight, stack = (reference.quantize(torch.randn(shape), "nvfp4", "amax") for shape in ((16, 64), (1, 16, 64)))
         x = torch.randn(3, 64, requires_grad=True)
         ops.linear(x, weight).sum().backward()
         ops.grouped_linear(x, torch.tensor([0, 3], dtype=torch.int32), stack).sum().backward()
+        layer = FP4Experts(1, 64, 16, has_gate=False, act_fn=torch.relu)
+        layer.load_projection("up_proj", stack)
+        layer.load_projection("down_proj", reference.quantize(torch.randn(1, 64, 16), "nvfp4", "amax"))
+        layer(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)).sum().backward()
+        quantization.fake_quantize(x, "mxfp4").sum().backward()
+        quantization.quantize(x.detach(), "mxfp4")
         try:
             ops.linear(x, weight, backend="triton")
         except RuntimeError as error:

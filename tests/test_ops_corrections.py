@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.testing
 from torch.nn import functional as F
 
-from gpu_check import corrections, differing, error_ratio, random_weight, with_outliers
+from exactness import corrections, differing, error_ratio, random_weight, with_outliers
 from hf_mxfp4 import dispatch, ops, reference
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4, Outliers, QuantizedTensor
 

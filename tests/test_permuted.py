@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from hf_mxfp4.kernels import permuted
+from hf_mxfp4.kernels import decode, permuted
 from hf_mxfp4.kernels.decode import dense_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,8 +69,8 @@ def halves(registers: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 PLACES = {
-    torch.bfloat16: (permuted.BFLOAT16_ASM, permuted.BFLOAT16_SCALE_ASM, 2.0**-126),
-    torch.float16: (permuted.FLOAT16_ASM, permuted.FLOAT16_SCALE_ASM, 2.0**-14),
+    torch.bfloat16: (decode.BFLOAT16_ASM, permuted.BFLOAT16_SCALE_ASM, 2.0**-126),
+    torch.float16: (decode.FLOAT16_ASM, permuted.FLOAT16_SCALE_ASM, 2.0**-14),
 }
 both_dtypes = pytest.mark.parametrize("dtype", PLACES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
@@ -242,7 +242,7 @@ def sum_kernel(
         TILE_N,
         TILE_K,
     )
-    total, last = permuted.reduce_splits(total, workspace, counters, tl.program_id(0), split, SPLITS)
+    total, last = permuted.reduce_splits(total, workspace, counters, tl.program_id(0), split, SPLITS, True)
     if last:
         tl.store(out + n[:, None] * tokens + m[None, :], total, mask=(n < N)[:, None] & (m < tokens)[None, :])
 

@@ -2,6 +2,7 @@
 """Tuning tables: how they are written, found, read and followed. No timing here is real."""
 
 import json
+import os
 import re
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gpu_check import error_ratio, random_weight
+from exactness import error_ratio, random_weight
 from hf_mxfp4 import cli, dispatch, reference, tuner
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4
 from hf_mxfp4.tuner import Job, Unfit, Way
@@ -67,7 +68,7 @@ def choose(job: Job = JOB, **changes):
 
 
 def test_without_a_table_heuristics_decide():
-    assert choose() is None and tuning.options("linear", GPU, torch.bfloat16, "nvfp4", 1, 4096, 4096) is None
+    assert choose() is None
 
 
 def test_the_nearest_row_is_taken():
@@ -77,7 +78,6 @@ def test_the_nearest_row_is_taken():
     assert choose(n=5120, k=4096).options == OPTIONS
     assert choose(n=11008).options == {"TILE_M": 32}
     assert choose(tokens=90).options == choose(tokens=48).options == far
-    assert tuning.options("linear", GPU, torch.bfloat16, "nvfp4", 64, 4096, 4096) == far
 
 
 def test_what_is_far_away_says_nothing():
@@ -178,6 +178,29 @@ def test_stale_tables_are_named_and_not_used():
     write([row()])
     tuning.forget()
     assert tuning.stale_tables(NAME) == [old] and choose().options == OPTIONS
+
+
+def test_where_there_is_no_folder_there_is_no_table(monkeypatch):
+    """A container's user may have no home folder, or one that it may not read: products go on, `tune` says it."""
+
+    stat = os.stat
+
+    def refused(path, *arguments, **options):
+        if Path(path).is_relative_to(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    folder = tuning.cache_folder()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refused)
+        with pytest.raises(PermissionError):
+            os.stat(folder)
+        assert choose() is None
+    monkeypatch.delenv("HF_MXFP4_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    tuning.forget()
+    assert choose() is None and tuning.stale_tables(NAME) == []
 
 
 def test_the_hash_is_of_the_kernels(monkeypatch, tmp_path):
@@ -581,6 +604,18 @@ def test_a_stopped_command_says_how_to_go_on(made_gpu, monkeypatch):
     monkeypatch.setattr(tuner, "Bench", lambda device: Stopped({16: 3.0}))
     result = run(cli.app, ["tune", "--shapes", "64x32", "--tokens", "1,4"], env={"COLUMNS": "300"})
     assert result.exit_code == 1 and "the same command goes on from" in result.output
+
+
+def test_a_table_that_cannot_be_written_is_named(made_gpu, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    where = ["--output", str(tmp_path / "file" / "t.json")]
+    result = run(cli.app, ["tune", "--shapes", "64x32", "--tokens", "1", *where], env={"COLUMNS": "300"})
+    assert result.exit_code == 1 and "t.json cannot be written" in result.output
+    monkeypatch.delenv("HF_MXFP4_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    result = run(cli.app, ["tune", "--shapes", "64x32"], env={"COLUMNS": "300"})
+    assert result.exit_code == 1 and "Set HF_MXFP4_CACHE" in result.output
 
 
 def test_a_wrong_candidate_is_named(made_gpu, monkeypatch):

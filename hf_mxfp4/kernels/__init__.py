@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels. The only place that imports triton; `ops.py` imports these files when it first needs a kernel."""
+"""Triton kernels, and C for CPUs (cpu.py). The only place that imports triton; it is imported when first needed."""

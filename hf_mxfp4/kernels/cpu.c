@@ -56,18 +56,20 @@ static const struct path {
     int (*supported)(void);
     f32_kernel linear_f32;
     decode_kernel decode;
+    outlier_kernel outliers;
+    finish_kernel finish;
     bf16_order order_bf16; /* NULL: bfloat16 goes through float32 */
     bf16_kernel linear_bf16;
 } PATHS[] = {
 #ifdef X86
-    {"avx512_bf16", has_avx512_bf16, avx512_linear_f32, avx512_decode, avx512_order_bf16, avx512_linear_bf16},
-    {"avx512", has_avx512, avx512_linear_f32, avx512_decode, NULL, NULL},
-    {"avx2", has_avx2, avx2_linear_f32, avx2_decode, NULL, NULL},
+    {"avx512_bf16", has_avx512_bf16, avx512_linear_f32, avx512_decode, avx512_outliers, avx512_finish, avx512_order_bf16, avx512_linear_bf16},
+    {"avx512", has_avx512, avx512_linear_f32, avx512_decode, avx512_outliers, avx512_finish, NULL, NULL},
+    {"avx2", has_avx2, avx2_linear_f32, avx2_decode, avx2_outliers, avx2_finish, NULL, NULL},
 #endif
 #ifdef NEON
-    {"neon", always, neon_linear_f32, neon_decode, NULL, NULL},
+    {"neon", always, neon_linear_f32, neon_decode, neon_outliers, neon_finish, NULL, NULL},
 #endif
-    {"portable", always, portable_linear_f32, portable_decode, NULL, NULL},
+    {"portable", always, portable_linear_f32, portable_decode, portable_outliers, portable_finish, NULL, NULL},
 };
 
 #define PATH_COUNT ((int)(sizeof PATHS / sizeof *PATHS))
@@ -122,7 +124,7 @@ struct job {
     int x_type, bias_type, tokens, direct; /* the first `direct` tokens of `order` go through linear_bf16 */
     int *order;
     uint16_t *x_bf16;
-    float *x_f32, *sums; /* sums: [thread][ROWS + 1][tokens] */
+    float *x_f32, *x_outliers, *sums; /* x_outliers as outlier_kernel takes it; sums: [thread][tokens][ROWS] */
     int64_t threads_seen;
     int damaged; /* an outlier lies outside of the matrix */
 };
@@ -191,42 +193,60 @@ static void order_f32(const struct job *job, const char *x, float *out)
         }
 }
 
+/* Rows [start, start + rows): outliers onto sums. Checked to exist: they may come from a damaged file. */
+static void add_outliers(struct job *job, int64_t start, int rows, float *sums)
+{
+    const struct weight *w = &job->w;
+    const int32_t *offsets = w->offsets + start;
+    float values[PIECE];
+    int32_t columns[PIECE], ends[ROWS];
+    int wrong = offsets[0] < 0 || offsets[rows] > w->value_count;
+    for (int i = 0; i < rows; i++)
+        wrong |= offsets[i] > offsets[i + 1];
+    for (int64_t from = offsets[0]; !wrong && from < offsets[rows]; from += PIECE) {
+        const int count = (int)(offsets[rows] - from < PIECE ? offsets[rows] - from : PIECE);
+        uint32_t last = 0; /* of all columns; negative ones are large */
+        for (int e = 0; e < count; e++) {
+            columns[e] = (int32_t)column_of(w, from + e);
+            last = (uint32_t)columns[e] > last ? (uint32_t)columns[e] : last;
+        }
+        if ((wrong = last >= (uint64_t)w->k))
+            break;
+        for (int e = 0; e < count; e++)
+            values[e] = load_as(w->values, w->value_type, from + e);
+        for (int i = 0; i < rows; i++) {
+            const int64_t end = offsets[i + 1] - from;
+            ends[i] = (int32_t)(end < 0 ? 0 : end < count ? end : count);
+        }
+        job->path->outliers(values, columns, ends, rows, job->x_outliers, w->k, job->tokens, sums);
+    }
+    if (wrong)
+        job->damaged = 1;
+}
+
 static void linear_work(void *data)
 {
     struct job *job = data;
     const struct weight *w = &job->w;
-    const int tokens = job->tokens, direct = job->direct;
-    const int size = job->x_type == F32 ? 4 : 2;
+    const int tokens = job->tokens, direct = job->direct, size = job->x_type == F32 ? 4 : 2;
     const float global = w->global_scale ? *w->global_scale : 1;
-    float *sums = job->sums + (ROWS + 1) * tokens * FETCH_ADD(job->threads_seen, 1);
-    float *others = sums + ROWS * direct; /* of tokens that go through linear_f32 */
+    float *sums = job->sums + ROWS * tokens * FETCH_ADD(job->threads_seen, 1), bias[ROWS] = {0};
     uint64_t before = keep_subnormals();
     for (int64_t start; (start = FETCH_ADD(job->next, ROWS)) < w->n;) {
         const int rows = (int)(w->n - start < ROWS ? w->n - start : ROWS);
         if (direct)
             job->path->linear_bf16(w, start, rows, job->x_bf16, job->padded, direct, sums);
-        for (int i = 0; i < rows; i++) {
-            const int64_t n = start + i;
-            if (direct < tokens)
-                job->path->linear_f32(w, n, job->x_f32, job->padded, tokens - direct, others);
-            int64_t first = 0, last = 0;
-            if (w->values)
-                entries_of(job, n, &first, &last);
-            const float bias = job->bias ? load_as(job->bias, job->bias_type, n) : 0;
-            for (int slot = 0; slot < tokens; slot++) {
-                const int t = job->order[slot];
-                float sum = global * (slot < direct ? sums[i * direct + slot] : others[slot - direct]);
-                const char *x = job->x + t * job->x_stride * size;
-                for (int64_t e = first; e < last; e++) {
-                    const int64_t column = column_of(w, e);
-                    if (column >= 0 && column < w->k)
-                        sum += load_as(w->values, w->value_type, e) * load_as(x, job->x_type, column);
-                    else
-                        job->damaged = 1;
-                }
-                store_as(job->out, job->x_type, t * w->n + n, sum + bias);
-            }
-        }
+        for (int i = 0; i < rows && direct < tokens; i++)
+            job->path->linear_f32(w, start + i, job->x_f32, job->padded, tokens - direct, sums + direct * ROWS + i);
+        for (int i = 0; i < tokens * ROWS; i++)
+            sums[i] *= global;
+        if (w->values)
+            add_outliers(job, start, rows, sums);
+        for (int i = 0; i < rows && job->bias; i++)
+            bias[i] = load_as(job->bias, job->bias_type, start + i);
+        for (int slot = 0; slot < tokens; slot++)
+            job->path->finish(sums + slot * ROWS, bias, rows, job->out + (job->order[slot] * w->n + start) * size,
+                              job->x_type);
     }
     restore(before);
 }
@@ -237,15 +257,18 @@ static int linear(struct job *job, int64_t threads)
     const int64_t tokens = job->tokens, padded = job->padded = (w->k + 511) / 512 * 512 + 32;
     const int size = job->x_type == F32 ? 4 : 2, bf16 = job->x_type == BF16 && job->path->order_bf16;
     const size_t f32_bytes = (size_t)(tokens * padded * 4), bf16_bytes = bf16 ? (size_t)(tokens * padded * 2) : 0;
-    const size_t sums_bytes = (size_t)(threads * (ROWS + 1) * tokens * 4);
-    char *allocated = malloc(f32_bytes + bf16_bytes + sums_bytes + (size_t)tokens * sizeof(int) + 63);
+    const int64_t groups = !w->values ? 0 : tokens == 1 ? 1 : (tokens + 15) / 16 * 16;
+    const size_t sums_bytes = (size_t)(threads * ROWS * tokens * 4), outliers_bytes = (size_t)(groups * w->k * 4);
+    char *allocated =
+        malloc(f32_bytes + bf16_bytes + sums_bytes + outliers_bytes + (size_t)tokens * sizeof(int) + 63);
     if (!allocated)
         return -1;
     char *scratch = (char *)(((uintptr_t)allocated + 63) & ~(uintptr_t)63); /* no load crosses a cache line */
     job->x_f32 = (float *)scratch;
     job->x_bf16 = (uint16_t *)(scratch + f32_bytes);
     job->sums = (float *)(scratch + f32_bytes + bf16_bytes);
-    job->order = (int *)(scratch + f32_bytes + bf16_bytes + sums_bytes);
+    job->x_outliers = (float *)(scratch + f32_bytes + bf16_bytes + sums_bytes);
+    job->order = (int *)(scratch + f32_bytes + bf16_bytes + sums_bytes + outliers_bytes);
     int other = 0;
     uint64_t before = keep_subnormals();
     for (int t = 0; t < tokens; t++) {
@@ -261,6 +284,12 @@ static int linear(struct job *job, int64_t threads)
     for (int i = job->direct, j = (int)tokens - 1; i < j; i++, j--) {
         int t = job->order[i];
         job->order[i] = job->order[j], job->order[j] = t;
+    }
+    for (int slot = 0; slot < tokens && groups; slot++) {
+        const char *x = job->x + job->order[slot] * job->x_stride * size;
+        float *to = job->x_outliers + slot / 16 * 16 * w->k + slot % 16;
+        for (int64_t i = 0; i < w->k; i++)
+            to[tokens == 1 ? i : 16 * i] = load_as(x, job->x_type, i);
     }
     run(job, linear_work, threads);
     free(allocated);

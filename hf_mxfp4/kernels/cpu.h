@@ -4,6 +4,7 @@
 #ifndef HF_MXFP4_CPU_H
 #define HF_MXFP4_CPU_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -30,6 +31,7 @@
 #define SPAN 2048 /* weights of a row whose scales are decoded at a time; whole macro-blocks */
 
 #define ROWS 16 /* rows a thread takes at a time */
+#define PIECE 512 /* outliers that are looked at together */
 
 enum dtype { NONE, F32, BF16, F16 };
 
@@ -45,11 +47,15 @@ struct weight {
     int value_type, column_bytes;
 };
 
-/* Sums of one row with `tokens` rows of x, float32 in even/odd order (`order_f32`), `stride` floats apart. */
+/* Sums [tokens][ROWS], of which those of one row, with x in float32 in even/odd order (`order_f32`), `stride` apart. */
 typedef void (*f32_kernel)(const struct weight *, int64_t row, const float *x, int64_t stride, int tokens, float *sums);
-/* Sums [rows][tokens] of up to ROWS rows with bfloat16 x in the order of its own `order_bf16`. */
+/* Sums [tokens][ROWS] of up to ROWS rows with bfloat16 x in the order of its own `order_bf16`. */
 typedef void (*bf16_kernel)(const struct weight *, int64_t row, int rows, const uint16_t *x, int64_t stride,
                             int tokens, float *sums);
+/* Adds outliers to sums; see cpu_rows.h, like the next. */
+typedef void (*outlier_kernel)(const float *values, const int32_t *columns, const int32_t *ends, int rows,
+                               const float *x, int64_t k, int tokens, float *sums);
+typedef void (*finish_kernel)(const float *sums, const float *bias, int rows, void *out, int type);
 /* A row in natural order in a dtype, without its outliers. */
 typedef void (*decode_kernel)(const struct weight *, int64_t row, void *out, int type);
 /* A row of x reordered; returns 0, and leaves `out` undefined, if a value is one the bfloat16 kernel cannot take. */

@@ -27,7 +27,7 @@ VARIABLE = "HF_MXFP4_CPU"  # a path's name, or "torch" for none
 THREAD_WEIGHTS = 1 << 19  # weights a thread must have to be worth waking up
 SLICE = 256  # tokens that are brought in order at a time
 # From here on decoding once and a dense product are faster. Measured on Zen 5, 2048 x 4096 to 11008 x 2048.
-MANY_BFLOAT16 = 48  # with VDPBF16PS
+MANY_BFLOAT16 = 64  # with VDPBF16PS
 MANY_FLOAT16 = 128  # torch has no fast product in float16
 MANY_FLOAT32 = 12  # and where bfloat16 goes through float32
 

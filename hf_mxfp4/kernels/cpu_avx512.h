@@ -174,17 +174,15 @@ ALWAYS TARGET __m512 avx512_scales(const uint8_t *scale, const uint8_t *macro, i
         return _mm512_mul_ps(value, _mm512_broadcast_f32x4(factor));
     }
     bytes = _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-    __m512i wide = _mm512_cvtepu8_epi32(bytes), magnitude = _mm512_and_si512(wide, _mm512_set1_epi32(127));
-    __m512i bits = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
-    __mmask16 small = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8));
-    __m512 value = _mm512_mask_mul_ps(_mm512_castsi512_ps(bits), small, _mm512_cvtepi32_ps(magnitude),
-                                      _mm512_set1_ps(0x1p-9f));
-    bits = _mm512_or_si512(_mm512_castps_si512(value), _mm512_slli_epi32(_mm512_srli_epi32(wide, 7), 31));
-    __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000)));
+    /* The same bits as float16 have an exponent bias of 15, not 7. */
+    __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(~0x4000));
+    __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256));
+    const __m128i largest = _mm_set1_epi8(127);
+    __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_and_si128(bytes, largest), largest);
+    return _mm512_mask_mov_ps(value, nan, _mm512_set1_ps(NAN));
 }
 
-ALWAYS TARGET void avx512_chunk(const struct weight *w, int64_t row, int64_t first, int64_t ahead, const int full,
+ALWAYS TARGET void avx512_chunk(const struct weight *w, int64_t row, int64_t first, const int64_t *ahead, const int full,
                                 const uint16_t *x, int64_t stride, const int rows, const int tokens, const int e8m0,
                                 __m512 total[][8])
 {
@@ -198,8 +196,10 @@ ALWAYS TARGET void avx512_chunk(const struct weight *w, int64_t row, int64_t fir
     UNROLL for (int i = 0; i < rows; i++)
     {
         const uint8_t *packed = w->packed + (row + i) * w->packed_stride + first / 2;
+        const uint8_t *scale = w->scale + (row + i) * w->scale_stride + first / block;
         for (int line = 0; line < CHUNK(e8m0) / 2; line += 64)
-            _mm_prefetch((const char *)((uintptr_t)packed + line + ahead), _MM_HINT_T0);
+            _mm_prefetch((const char *)((uintptr_t)packed + line + ahead[0]), _MM_HINT_T0);
+        _mm_prefetch((const char *)((uintptr_t)scale + ahead[1]), _MM_HINT_T0);
         avx512_lanes(packed, (w->k - first) / 2, full, e8m0, codes[i]);
         UNROLL for (int t = 0; t < tokens; t++)
             UNROLL for (int c = 0; c < chains; c++) part[i][t][c] = _mm512_setzero_ps();
@@ -233,9 +233,9 @@ ALWAYS TARGET void avx512_chunk(const struct weight *w, int64_t row, int64_t fir
     }
 }
 
-/* Adds the product with weights [first, end) of `rows` rows (1 or 2) to `total`. `ahead`: how many bytes later the
-   codes lie that are needed next; hardware does not foresee jumps from row to row. */
-ALWAYS TARGET void avx512_tile(const struct weight *w, int64_t row, int64_t first, int64_t end, int64_t ahead,
+/* Adds the product with weights [first, end) of `rows` rows (1 or 2) to `total`. `ahead`: how many bytes later
+   the codes and scales lie that are needed next; hardware does not foresee jumps from row to row. */
+ALWAYS TARGET void avx512_tile(const struct weight *w, int64_t row, int64_t first, int64_t end, const int64_t *ahead,
                                const uint16_t *x, int64_t stride, const int rows, const int tokens, const int e8m0,
                                __m512 total[][8])
 {
@@ -250,39 +250,64 @@ ALWAYS TARGET void avx512_tile(const struct weight *w, int64_t row, int64_t firs
         UNROLL for (int t = 0; t < tokens; t++) total[i][t] = own[i][t];
 }
 
+/* The sums of 16 registers, in their order. */
+ALWAYS TARGET __m512 avx512_sums(const __m512 rows[][8], const int t)
+{
+    __m512 two[8], four[4], eight[2];
+    UNROLL for (int i = 0; i < 8; i++)
+    {
+        __m512 a = rows[2 * i][t], b = rows[2 * i + 1][t];
+        two[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    UNROLL for (int i = 0; i < 4; i++)
+    {
+        __m512d a = _mm512_castps_pd(two[2 * i]), b = _mm512_castps_pd(two[2 * i + 1]);
+        four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    UNROLL for (int i = 0; i < 2; i++)
+    {
+        __m512 a = four[2 * i], b = four[2 * i + 1];
+        eight[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    return _mm512_add_ps(_mm512_shuffle_f32x4(eight[0], eight[1], 0x88),
+                         _mm512_shuffle_f32x4(eight[0], eight[1], 0xdd));
+}
+
 /* As many columns at a time as leave x in the first cache: 32 KB of it. */
 ALWAYS TARGET void avx512_rows(const struct weight *w, int64_t row, int rows, const uint16_t *x, int64_t stride,
-                               const int tokens, const int e8m0, float *sums, int64_t ld)
+                               const int tokens, const int e8m0, float *sums)
 {
     __m512 total[ROWS][8];
     const int64_t span = 16384 / tokens;
-    for (int i = 0; i < rows; i++)
+    for (int i = 0; i < ROWS; i++)
         UNROLL for (int t = 0; t < tokens; t++) total[i][t] = _mm512_setzero_ps();
     for (int64_t first = 0; first < w->k; first += span) {
         const int64_t end = w->k - first < span ? w->k : first + span;
-        const int64_t ahead = end < w->k ? span / 2 : ROWS * w->packed_stride - first / 2;
+        const int last = end == w->k, block = e8m0 ? 32 : 16;
+        const int64_t ahead[2] = {last ? ROWS * w->packed_stride - first / 2 : span / 2,
+                                  last ? ROWS * w->scale_stride - first / block : span / block};
         int i = 0;
         for (; i + 2 <= rows; i += 2)
             avx512_tile(w, row + i, first, end, ahead, x, stride, 2, tokens, e8m0, total + i);
         if (i < rows)
             avx512_tile(w, row + i, first, end, ahead, x, stride, 1, tokens, e8m0, total + i);
     }
-    for (int i = 0; i < rows; i++)
-        UNROLL for (int t = 0; t < tokens; t++) sums[i * ld + t] = _mm512_reduce_add_ps(total[i][t]);
+    UNROLL for (int t = 0; t < tokens; t++)
+        _mm512_storeu_ps(sums + t * ROWS, avx512_sums((const __m512(*)[8])total, t));
 }
 
 #define ROWS_OF(tokens) \
-    (w->e8m0 ? avx512_rows(w, row, rows, x, stride, tokens, 1, sums, ld) \
-             : avx512_rows(w, row, rows, x, stride, tokens, 0, sums, ld))
+    (w->e8m0 ? avx512_rows(w, row, rows, x, stride, tokens, 1, sums) \
+             : avx512_rows(w, row, rows, x, stride, tokens, 0, sums))
 
 static TARGET void avx512_linear_bf16(const struct weight *w, int64_t row, int rows, const uint16_t *x, int64_t stride,
                                       int tokens, float *sums)
 {
-    const int64_t ld = tokens;
     while (tokens) {
         const int now = tokens >= 8 ? 8 : tokens >= 4 ? 4 : tokens >= 2 ? 2 : 1;
         now == 8 ? ROWS_OF(8) : now == 4 ? ROWS_OF(4) : now == 2 ? ROWS_OF(2) : ROWS_OF(1);
-        x += now * stride, sums += now, tokens -= now;
+        x += now * stride, sums += now * ROWS, tokens -= now;
     }
 }
 

@@ -44,7 +44,7 @@ ALWAYS TARGET void NAME(product)(const struct weight *w, int64_t row, const floa
         }
     }
     UNROLL for (int t = 0; t < tokens; t++)
-        sums[t] = NAME(vec_sum)(total[t][0]) + NAME(vec_sum)(total[t][1]);
+        sums[t * ROWS] = NAME(vec_sum)(total[t][0]) + NAME(vec_sum)(total[t][1]);
 }
 
 static TARGET void NAME(linear_f32)(const struct weight *w, int64_t row, const float *x, int64_t stride, int tokens,
@@ -53,14 +53,56 @@ static TARGET void NAME(linear_f32)(const struct weight *w, int64_t row, const f
     int t = 0;
     for (; t + 4 <= tokens; t += 4)
         if (w->e8m0)
-            NAME(product)(w, row, x + t * stride, stride, 4, 1, sums + t);
+            NAME(product)(w, row, x + t * stride, stride, 4, 1, sums + t * ROWS);
         else
-            NAME(product)(w, row, x + t * stride, stride, 4, 0, sums + t);
+            NAME(product)(w, row, x + t * stride, stride, 4, 0, sums + t * ROWS);
     for (; t < tokens; t++)
         if (w->e8m0)
-            NAME(product)(w, row, x + t * stride, stride, 1, 1, sums + t);
+            NAME(product)(w, row, x + t * stride, stride, 1, 1, sums + t * ROWS);
         else
-            NAME(product)(w, row, x + t * stride, stride, 1, 0, sums + t);
+            NAME(product)(w, row, x + t * stride, stride, 1, 0, sums + t * ROWS);
+}
+
+/* Brings outliers in: `values` [count] at `columns`, of rows that end at `ends`. `x` is [k] for one token, else
+   [16 tokens each][k][16]. */
+static TARGET void NAME(outliers)(const float *values, const int32_t *columns, const int32_t *ends, int rows,
+                                  const float *x, int64_t k, int tokens, float *sums)
+{
+    for (int i = 0, from = 0; i < rows; from = ends[i++]) {
+        if (tokens == 1) {
+            float sum[4] = {0};
+            int e = from;
+            for (; e + 4 <= ends[i]; e += 4)
+                UNROLL for (int j = 0; j < 4; j++) sum[j] += values[e + j] * x[columns[e + j]];
+            for (; e < ends[i]; e++)
+                sum[0] += values[e] * x[columns[e]];
+            sums[i] += sum[0] + sum[1] + (sum[2] + sum[3]);
+            continue;
+        }
+        if (from < ends[i])
+            for (int t = 0; t < tokens; t += 16) {
+                NAME(vec) total = NAME(vec_zero)();
+                for (int e = from; e < ends[i]; e++) {
+                    NAME(vec) value = NAME(vec_pair)(values[e], values[e]);
+                    total = NAME(vec_fma)(value, NAME(vec_load)(x + (t * k + columns[e] * (int64_t)16)), total);
+                }
+                float each[16];
+                memcpy(each, &total, sizeof each);
+                for (int j = 0; j < 16 && t + j < tokens; j++)
+                    sums[(t + j) * ROWS + i] += each[j];
+            }
+    }
+}
+
+/* `rows` sums and their bias as a dtype. */
+static TARGET void NAME(finish)(const float *sums, const float *bias, int rows, void *out, int type)
+{
+    if (rows == ROWS && type == BF16)
+        for (int i = 0; i < ROWS; i++)
+            store_as(out, BF16, i, sums[i] + bias[i]);
+    else
+        for (int i = 0; i < rows; i++)
+            store_as(out, type, i, sums[i] + bias[i]);
 }
 
 ALWAYS TARGET void NAME(decode_as)(const struct weight *w, int64_t row, void *out, const int type, const int exact,

@@ -39,6 +39,70 @@ def decode_e4m3(byte):
     return tl.where((byte & 0x7F) == 0x7F, float("nan"), bits.to(tl.float32, bitcast=True) * (2.0**120))
 
 
+# LOP3 0xEA is (a & b) | c. In: 4 bytes. Out: nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+_PLACE = """{{
+.reg .b32 s, m;
+shl.b32 s, $4, 12;  {} m, $4, {};  and.b32 s, s, 0x80008000;  lop3.b32 $0, m, {}, s, 0xEA;
+shl.b32 s, $4, 8;  {} m, $4, {};  and.b32 s, s, 0x80008000;  lop3.b32 $1, m, {}, s, 0xEA;
+shl.b32 s, $4, 4;  {} m, $4, {};  and.b32 s, s, 0x80008000;  lop3.b32 $2, m, {}, s, 0xEA;
+and.b32 s, $4, 0x80008000;  {} m, $4, {};  lop3.b32 $3, m, {}, s, 0xEA;
+}}"""
+
+
+def place_asm(top: int) -> str:
+    """PTX that moves the magnitude bits of a nibble to `top .. top - 2` of its half register, its sign to bit 15."""
+    moves = []
+    for p in range(4):
+        shift = top - 2 - 4 * p
+        moves += ["shl.b32" if shift >= 0 else "shr.u32", abs(shift), f"0x{(7 << top - 2) * 0x00010001:08X}"]
+    return _PLACE.format(*moves)
+
+
+BFLOAT16_ASM, FLOAT16_ASM = tl.constexpr(place_asm(8)), tl.constexpr(place_asm(11))
+
+
+@triton.jit
+def place(words, p: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr):
+    """Nibble `p + 4 * HALF` of `words` (uint32) from the same bits without PTX.
+
+    float16 as is; bfloat16 as the float32 it is the upper half of, since not every GPU multiplies bfloat16; float32
+    without the power of two.
+    """
+    if DOT == tl.float32:
+        value = decode_e2m1((words >> (4 * p + 16 * HALF)) & 0xF)
+    else:
+        LOW: tl.constexpr = 6 if DOT == tl.bfloat16 else 9
+        SHIFT: tl.constexpr = LOW - 4 * p
+        magnitude = (words << SHIFT) if SHIFT >= 0 else (words >> -SHIFT)
+        both = ((words << (12 - 4 * p)) & 0x80008000) | (magnitude & (0x00070007 << LOW))
+        if DOT == tl.float16:
+            value = (both >> (16 * HALF)).to(tl.uint16).to(tl.float16, bitcast=True)
+        else:
+            value = ((both & 0xFFFF0000) if HALF else (both << 16)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def nibbles(code, ASM: tl.constexpr, DOT: tl.constexpr):
+    """The 4 nibbles of `code` (uint16) times `2^-126` (bfloat16), `2^-14` (float16); of DOT or (`place`) float32.
+
+    PTX takes the elements of a thread in whatever order they are in, two at once: only what is computed of each for
+    itself is right. So halves of words, not bytes.
+    """
+    if ASM:
+        if DOT == tl.bfloat16:
+            asm: tl.constexpr = BFLOAT16_ASM
+            dtypes: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
+        else:
+            asm: tl.constexpr = FLOAT16_ASM
+            dtypes: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
+        values = tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,r", [code], dtype=dtypes, is_pure=True, pack=2)
+    else:
+        code = code.to(tl.uint32)
+        values = place(code, 0, 0, DOT), place(code, 1, 0, DOT), place(code, 2, 0, DOT), place(code, 3, 0, DOT)
+    return values
+
+
 def scale_asm(e8m0: bool, shift: int) -> str:
     """PTX for `permuted.fold_scales` of a byte each of two words, by PRMT's selectors for that byte and zeros."""
     take = "{\n.reg .b32 a, b;\nprmt.b32 a, $1, 0, $3;  prmt.b32 b, $2, 0, $4;\n"

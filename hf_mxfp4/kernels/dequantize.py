@@ -7,10 +7,17 @@ import triton.language as tl
 
 from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.kernels import permuted
-from hf_mxfp4.kernels.decode import INTERPRET, decode_e4m3, decode_e8m0, dense_rows, load_factors, load_weights
+from hf_mxfp4.kernels.decode import (
+    INTERPRET,
+    decode_e4m3,
+    decode_e8m0,
+    dense_rows,
+    load_factors,
+    load_weights,
+    nibbles,
+)
 from hf_mxfp4.kernels.launch import launch
 from hf_mxfp4.kernels.outliers import scatter
-from hf_mxfp4.kernels.permuted import BFLOAT16_ASM
 
 TILE = {"TILE_R": 32, "TILE_K": 256, "num_warps": 4}
 
@@ -49,15 +56,15 @@ def dequantize_kernel(
             factor = tl.load(global_scale + rows // rows_per_matrix, mask=row_mask, other=0.0)[:, None]
     if ASM:
         # 4 bytes for a thread become the 16 that it stores; with more it would store apart from its neighbours.
-        columns = tl.program_id(1) * (TILE_K // 2) + tl.arange(0, TILE_K // 2)
-        columns = tl.max_contiguous(columns, 4)
+        columns = tl.program_id(1) * (TILE_K // 4) + tl.arange(0, TILE_K // 4)
+        columns = tl.max_contiguous(columns, 2)
         blocks = tl.program_id(1) * (TILE_K // BLOCK) + tl.arange(0, TILE_K // BLOCK)
         mask, block_mask = row_mask[:, None], row_mask[:, None]
         if not EVEN_K:
-            mask = mask & (columns < K // 2)[None, :]
+            mask = mask & (columns < K // 4)[None, :]
             block_mask = block_mask & (blocks < K // BLOCK)[None, :]
-        code = packed + row * stride_packed + (inner[:, None] * stride_packed + columns[None, :])
-        code = tl.load(code, mask=mask, other=0)
+        code = (packed + row * stride_packed).to(tl.pointer_type(tl.uint16))
+        code = tl.load(code + (inner[:, None] * (stride_packed // 2) + columns[None, :]), mask=mask, other=0)
         scales = scale + row * stride_scale + (inner[:, None] * stride_scale + blocks[None, :])
         scales = tl.load(scales, mask=block_mask, other=0).to(tl.uint32)
         scales = decode_e8m0(scales) if E8M0 else decode_e4m3(scales)
@@ -65,16 +72,14 @@ def dequantize_kernel(
             scales = scales * load_factors(macro, rows[:, None], blocks[None, :] * BLOCK, K, block_mask)
         else:
             scales = scales.to(tl.bfloat16)  # exact, and so is their product with a code
-        scales = tl.broadcast_to(scales[:, :, None], (TILE_R, TILE_K // BLOCK, BLOCK // 2))
-        scales = scales.reshape(TILE_R, TILE_K // 2)
-        dtypes: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(BFLOAT16_ASM, "=r,=r,=r,=r,r", [code], dtypes, True, 4)
-        one = tl.full((), 2.0**126, tl.bfloat16)
-        low, high = low * one * scales, high * one * scales
+        scales = tl.broadcast_to(scales[:, :, None], (TILE_R, TILE_K // BLOCK, BLOCK // 4))
+        scales = scales.reshape(TILE_R, TILE_K // 4)
+        n0, n1, n2, n3 = nibbles(code, True, tl.bfloat16)
+        values = tl.join(tl.join(n0, n2), tl.join(n1, n3))
+        values = values * tl.full((), 2.0**126, tl.bfloat16) * scales[:, :, None, None]
         if global_scale is not None:
-            low, high = low.to(tl.float32) * factor, high.to(tl.float32) * factor
-        dtype: tl.constexpr = out.dtype.element_ty
-        values = tl.join(low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)).reshape(TILE_R, TILE_K)
+            values = values.to(tl.float32) * (factor if rows_per_matrix is None else factor[:, :, None, None])
+        values = values.to(tl.float32).to(out.dtype.element_ty).reshape(TILE_R, TILE_K)
     else:
         values = load_weights(
             packed, scale, macro, rows, row_mask, first, K, stride_packed, stride_scale, E8M0, BLOCK, TILE_K, EVEN_K
@@ -95,6 +100,7 @@ def dequantize(
     For columns of a matrix from `first` on, in whole (macro-)blocks, `weight.outliers` may be those of all columns.
     """
     packed, scale, global_scale, macro = dense_rows(weight)
+    packed = permuted.words_aligned(packed)
     if out is not None and (out.shape != weight.shape or out.dtype != dtype or not out.is_contiguous()):
         raise ValueError(
             f"out: {out.dtype} {list(out.shape)} with strides {out.stride()} is not a dense {dtype} tensor "

@@ -226,7 +226,7 @@ def project_kernel(
         if FIRST:
             x_rows = x_rows // TOP_K
             tile = slot * tl.num_programs(1) + tl.program_id(1)
-            total, last = reduce_splits(total, workspace, counters, tile, split, SPLITS)
+            total, last = reduce_splits(total, workspace, counters, tile, split, SPLITS, ASM)
             if not last:
                 return
         else:
@@ -246,7 +246,7 @@ def project_kernel(
             rows = rows // TOP_K
             tile = slot // TOP_K * tl.num_programs(1) + tl.program_id(1)
             split += slot % TOP_K * SPLITS
-            total, last = reduce_splits(total, workspace, counters, tile, split, TOP_K * SPLITS)
+            total, last = reduce_splits(total, workspace, counters, tile, split, TOP_K * SPLITS, ASM)
             if not last:
                 return
     feature = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -318,7 +318,7 @@ def project(x, index, routing, router, weight: QuantizedTensor, bias, activation
     """Launch `project_kernel`: the first projection with `activation`, or with `None` the down projection."""
     (order, offsets), device = routing, permuted.target_of(x.device)
     packed, scale, global_scale, macro = dense_rows(weight)
-    packed = packed if device.backend == "cuda" else permuted.words_aligned(packed)
+    packed = permuted.words_aligned(packed)
     shape, n, (tokens, top_k), direct = tuple(weight.shape), out.shape[1], index.shape, order is None
     slots, corrected = tokens * top_k, weight.outliers is not None
     grid, width, options = plan(x.dtype, weight.format, shape, n, slots, top_k, activation, direct, corrected, device)

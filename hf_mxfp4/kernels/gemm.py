@@ -90,7 +90,7 @@ def linear_kernel(
         TILE_K,
     )
     number = slot * tl.num_programs(1) + tl.program_id(1)
-    total, last = reduce_splits(total, workspace, counters, number, split, SPLITS, rows < end)
+    total, last = reduce_splits(total, workspace, counters, number, split, SPLITS, ASM, rows < end)
     if last:
         mask = (columns < N)[:, None] & (rows < end)[None, :]
         if global_scale is not None:
@@ -211,7 +211,7 @@ def linear(x, weight: QuantizedTensor, bias=None, offsets=None, options: dict[st
     if out.numel():
         device = permuted.target_of(x.device)
         options = {**(options or tile(x.dtype, tokens, n, k, experts, macro is not None, device))}
-        packed = packed if device.backend == "cuda" else permuted.words_aligned(packed)
+        packed = permuted.words_aligned(packed)
         grid = slots_of(tokens, offsets, options["TILE_M"]), -(-n // options["TILE_N"]), options["SPLITS"]
         with torch.cuda.device_of(x):
             workspace = counters = None

@@ -32,17 +32,15 @@ from hf_mxfp4.kernels.decode import (
     load_factors,
     load_weights,
     macro_scales,
+    nibbles,
     slots_of,
     two_terms,
 )
 from hf_mxfp4.kernels.launch import launch
 from hf_mxfp4.kernels.permuted import (
-    BFLOAT16_ASM,
-    FLOAT16_ASM,
     add_product,
     fold_scales,
     narrow,
-    place,
     reduce_splits,
     split_range,
 )
@@ -50,23 +48,6 @@ from hf_mxfp4.kernels.scratch import split_scratch
 
 COLUMNS = tl.constexpr(64)  # of a tile for each warp: 8 rows of a tensor core's operand, 2 bytes twice for each
 SLOW = tl.constexpr(16)  # rows of the weight at once where a sum was not finite
-
-
-@triton.jit
-def nibbles(code, ASM: tl.constexpr, DOT: tl.constexpr):
-    """The 4 nibbles of `code` (uint16) times `2^-126` (bfloat16), `2^-14` (float16); of DOT or (`place`) float32."""
-    if ASM:
-        if DOT == tl.bfloat16:
-            asm: tl.constexpr = BFLOAT16_ASM
-            dtypes: tl.constexpr = (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16)
-        else:
-            asm: tl.constexpr = FLOAT16_ASM
-            dtypes: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)
-        values = tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,r", [code], dtype=dtypes, is_pure=True, pack=2)
-    else:
-        code = code.to(tl.uint32)
-        values = place(code, 0, 0, DOT), place(code, 1, 0, DOT), place(code, 2, 0, DOT), place(code, 3, 0, DOT)
-    return values
 
 
 @triton.jit
@@ -232,7 +213,7 @@ def linear_grad_kernel(
                     total = multiply(low.to(DOT), part, total, SPLIT)
                 total = multiply(weights.to(DOT), part, total, SPLIT)
     tile = tile_k * tl.num_programs(0) + tl.program_id(0)
-    total, last = reduce_splits(total, workspace, counters, tile, split, SPLITS, rows < end)
+    total, last = reduce_splits(total, workspace, counters, tile, split, SPLITS, ASM, rows < end)
     if last:
         first = tile_k * TILE_K
         result = straight(total, TILE_M, TILE_K)
@@ -340,12 +321,12 @@ def linear_grad(x, weight: QuantizedTensor, offsets=None, options: dict[str, int
             options = tile(x.dtype, tokens, n, k, experts, macro is not None, permuted.target_of(x.device))
         slots, columns = slots_of(tokens, offsets, options["TILE_M"]), -(-k // options["TILE_K"])
         packed = packed if aligned(packed, 2) else packed.clone()
-        workspace = counters = None
-        if options["SPLITS"] > 1:
-            size = slots * columns * options["SPLITS"] * options["TILE_M"] * options["TILE_K"]
-            workspace, counters = split_scratch(x.device, slots * columns, size)
         asm = permuted.target(x.device)["ASM"]
         with torch.cuda.device_of(x):
+            workspace = counters = None
+            if options["SPLITS"] > 1:
+                size = slots * columns * options["SPLITS"] * options["TILE_M"] * options["TILE_K"]
+                workspace, counters = split_scratch(x.device, slots * columns, size)
             addend = weight.outliers and outliers.outlier_product(x, weight, offsets, True, options["TILE_M"])
             arguments = (
                 x,

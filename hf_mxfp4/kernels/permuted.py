@@ -7,7 +7,7 @@ both given as tensors of row numbers; `reduce_splits` joins the parts of a sum c
     begin, end = split_range(split, SPLITS, K, TILE_K)
     total = accumulate(x, x_rows, x_mask, packed, scale, macro, weight_rows, row_mask, begin, end, K, stride_x,
                        stride_packed, stride_scale, E8M0, BLOCK, ASM, ORDER, DOT, EVEN_K, TILE_M, TILE_N, TILE_K)
-    total, last = reduce_splits(total, workspace, counters, tile, split, SPLITS)
+    total, last = reduce_splits(total, workspace, counters, tile, split, SPLITS, ASM)
     if last:
         ...  # the epilogue: global scale, what outliers add, bias, store
 
@@ -38,35 +38,20 @@ import triton.language as tl
 from hf_mxfp4.kernels.decode import (
     INTERPRET,
     MACRO,
-    decode_e2m1,
     decode_e4m3,
     decode_e8m0,
     load_factors,
     load_weights,
+    nibbles,
+    place,
     two_terms,
 )
 
 CHUNK = tl.constexpr(128)  # k that 4 lanes take in 16 bytes each
 STEP = tl.constexpr(32)  # along k, in the slow loop
 TERM = tl.constexpr(tl.float32 if INTERPRET else tl.bfloat16)
+INTERPRETED = tl.constexpr(INTERPRET)
 SLOW_FLOAT32 = tl.constexpr(not INTERPRET)  # no tensor cores for float32; interpreted, it stands for bfloat16
-# LOP3 0xEA is (a & b) | c. In: 4 bytes. Out: nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7.
-_PLACE = """{{
-.reg .b32 s, m;
-shl.b32 s, $4, 12;  {} m, $4, {};  and.b32 s, s, 0x80008000;  lop3.b32 $0, m, {}, s, 0xEA;
-shl.b32 s, $4, 8;  {} m, $4, {};  and.b32 s, s, 0x80008000;  lop3.b32 $1, m, {}, s, 0xEA;
-shl.b32 s, $4, 4;  {} m, $4, {};  and.b32 s, s, 0x80008000;  lop3.b32 $2, m, {}, s, 0xEA;
-and.b32 s, $4, 0x80008000;  {} m, $4, {};  lop3.b32 $3, m, {}, s, 0xEA;
-}}"""
-
-
-def place_asm(top: int) -> str:
-    """PTX that moves the magnitude bits of a nibble to `top .. top - 2` of its half register, its sign to bit 15."""
-    moves = []
-    for p in range(4):
-        shift = top - 2 - 4 * p
-        moves += ["shl.b32" if shift >= 0 else "shr.u32", abs(shift), f"0x{(7 << top - 2) * 0x00010001:08X}"]
-    return _PLACE.format(*moves)
 
 
 def scale_asm(shift: int) -> str:
@@ -79,29 +64,13 @@ def scale_asm(shift: int) -> str:
     return "{\n.reg .b32 b, n;\n" + "\n".join(widen) + "\n}"
 
 
-BFLOAT16_ASM, BFLOAT16_SCALE_ASM = tl.constexpr(place_asm(8)), tl.constexpr(scale_asm(4))
-FLOAT16_ASM, FLOAT16_SCALE_ASM = tl.constexpr(place_asm(11)), tl.constexpr(scale_asm(7))
+BFLOAT16_SCALE_ASM, FLOAT16_SCALE_ASM = tl.constexpr(scale_asm(4)), tl.constexpr(scale_asm(7))
 
-
-@triton.jit
-def place(words, p: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr):
-    """Nibble `p + 4 * HALF` of `words` (uint32) from the same bits without PTX.
-
-    float16 as is; bfloat16 as the float32 it is the upper half of, since not every GPU multiplies bfloat16; float32
-    without the power of two.
-    """
-    if DOT == tl.float32:
-        value = decode_e2m1((words >> (4 * p + 16 * HALF)) & 0xF)
-    else:
-        LOW: tl.constexpr = 6 if DOT == tl.bfloat16 else 9
-        SHIFT: tl.constexpr = LOW - 4 * p
-        magnitude = (words << SHIFT) if SHIFT >= 0 else (words >> -SHIFT)
-        both = ((words << (12 - 4 * p)) & 0x80008000) | (magnitude & (0x00070007 << LOW))
-        if DOT == tl.float16:
-            value = (both >> (16 * HALF)).to(tl.uint16).to(tl.float16, bitcast=True)
-        else:
-            value = ((both & 0xFFFF0000) if HALF else (both << 16)).to(tl.float32, bitcast=True)
-    return value
+# CDNA's barrier waits for no stores, and the one thread that counts waits only for its own. (RDNA's does.)
+AMD_WAIT = tl.constexpr(""".if .amdgcn.gfx_generation_number == 9
+s_waitcnt vmcnt(0)
+.endif
+v_mov_b32 $0, $1""")
 
 
 @triton.jit
@@ -126,21 +95,15 @@ def load(pointers, mask, policy: tl.constexpr):
 
 @triton.jit
 def load_values(packed, offsets, mask, ASM: tl.constexpr, DOT: tl.constexpr):
-    """Values at `offsets` (of bytes; without ASM, of words) `[R, C]`, times `2^-126` (bfloat16) or `2^-14` (float16).
+    """Values at `offsets` (of halves of words; without ASM, of words) `[R, C]`, times `2^-126` (bfloat16) or `2^-14`.
 
     `[R, words, half, plo, phi]`, of DOT or (`place`) float32.
     """
     if ASM:
-        code = load(packed + offsets, mask, "evict_first")
-        if DOT == tl.bfloat16:
-            asm: tl.constexpr = BFLOAT16_ASM
-            dtypes: tl.constexpr = (tl.bfloat16, tl.bfloat16)
-        else:
-            asm: tl.constexpr = FLOAT16_ASM
-            dtypes: tl.constexpr = (tl.float16, tl.float16)
-        low, high = tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,r", [code], dtype=dtypes, is_pure=True, pack=4)
-        values = tl.join(low, high).reshape(offsets.shape[0], offsets.shape[1] // 4, 2, 2, 2)  # plo, half, phi
-        values = values.trans(0, 1, 3, 2, 4)
+        halves = packed.to(tl.pointer_type(tl.uint16))
+        n0, n1, n2, n3 = nibbles(load(halves + offsets, mask, "evict_first"), True, DOT)
+        values = tl.join(tl.join(n0, n1), tl.join(n2, n3))  # plo, phi
+        values = values.reshape(offsets.shape[0], offsets.shape[1] // 2, 2, 2, 2)
     else:
         words = packed.to(tl.pointer_type(tl.uint32))
         words = load(words + offsets, mask, "evict_first")
@@ -242,11 +205,11 @@ def accumulate(
     """The sum over k from `k_begin` to `k_end` of `E2M1 * scale (* macro) * x`: float32 `[TILE_N, TILE_M]`.
 
     x `[.., K]`, `packed` uint8 `[.., K/2]`, `scale` uint8 `[.., K/BLOCK]`, rows so many elements apart; `macro` uint8
-    `[.., ceil(K/128)]`, dense, or `None`. Without ASM the rows of `packed` begin at multiples of 4 bytes.
+    `[.., ceil(K/128)]`, dense, or `None`. The rows of `packed` begin at multiples of 4 bytes.
     """
     tl.static_assert(macro is None or TILE_K == MACRO, "a step along K must be a macro-block")
     CHUNKS: tl.constexpr = TILE_K // CHUNK
-    UNIT: tl.constexpr = 1 if ASM else 4  # bytes loaded as one element
+    UNIT: tl.constexpr = 2 if ASM else 4  # bytes loaded as one element
     inner = tl.arange(0, TILE_K)
     units = tl.arange(0, TILE_K // (2 * UNIT))
     blocks = tl.arange(0, TILE_K // BLOCK)
@@ -314,7 +277,7 @@ def split_range(split, SPLITS: tl.constexpr, K, TILE_K: tl.constexpr):
 
 
 @triton.jit
-def reduce_splits(total, workspace, counters, tile, split, SPLITS: tl.constexpr, mask=None):
+def reduce_splits(total, workspace, counters, tile, split, SPLITS: tl.constexpr, ASM: tl.constexpr, mask=None):
     """The sum of the parts of a tile that SPLITS programs hold, as `(sum, whether it is this program's to use)`.
 
     `total` float32 `[TILE_N, TILE_M]`, of which the columns in `mask` (`[TILE_M]`, or `None`) matter; `workspace`
@@ -329,6 +292,8 @@ def reduce_splits(total, workspace, counters, tile, split, SPLITS: tl.constexpr,
         inside_mask = inside >= 0 if mask is None else (inside >= 0) & mask[None, :]
         workspace += tl.cast(tile, tl.int64) * (SPLITS * N * M)
         tl.store(workspace + split * (N * M) + inside, total, mask=inside_mask)
+        if not ASM and not INTERPRETED:
+            tl.inline_asm_elementwise(AMD_WAIT, "=v,v", [split], tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()  # every thread's part before the one thread's count
         last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLITS - 1
         if last:
@@ -386,5 +351,5 @@ def constants(x_dtype: torch.dtype, block_size: int, e8m0: bool, k: int, tile_k:
 
 
 def words_aligned(packed: torch.Tensor) -> torch.Tensor:
-    """`packed` `[R, K/2]`, or a copy of it, with rows that begin at multiples of 4 bytes: for loads without ASM."""
+    """`packed` `[R, K/2]` or a copy, with rows that begin at multiples of 4 bytes, as `accumulate` takes them."""
     return packed if packed.data_ptr() % 4 == 0 and packed.stride(0) % 4 == 0 else packed.contiguous().clone()

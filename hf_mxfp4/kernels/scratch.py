@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory for sums in parts (`permuted.reduce_splits`): a workspace for each launch, and counters at zero."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 COUNTERS = 1 << 16  # in a slab: a few hundred layers in a CUDA graph
 _eager: dict[tuple[int, int], torch.Tensor] = {}  # by device and stream
 _slabs: dict[int, torch.Tensor] = {}  # by device: what graphs have not taken yet
+_used_up: list[torch.Tensor] = []  # slabs that graphs point into, which hold no reference to them
+_lock = threading.Lock()
 
 
 def split_scratch(device: torch.device, tiles: int, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,16 +24,38 @@ def split_scratch(device: torch.device, tiles: int, elements: int) -> tuple[torc
     workspace = torch.empty(elements, dtype=torch.float32, device=device)
     if device.type != "cuda":
         return workspace, torch.zeros(tiles, dtype=torch.int32, device=device)
-    slab = _slabs.get(device.index)
     if torch.cuda.is_current_stream_capturing():
-        if slab is None or slab.numel() < tiles:
-            return workspace, torch.zeros(tiles, dtype=torch.int32, device=device)
-        _slabs[device.index] = slab[tiles:]
-        return workspace, slab[:tiles]
+        with _lock:
+            slab = _slabs.get(device.index)
+            if slab is not None and slab.numel() >= tiles:
+                _slabs[device.index] = slab[tiles:]
+                return workspace, slab[:tiles]
+        return workspace, torch.zeros(tiles, dtype=torch.int32, device=device)
+    slab = _slabs.get(device.index)
     if slab is None or slab.numel() < COUNTERS // 2:
-        _slabs[device.index] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        new = lasting_zeros(device, COUNTERS)
+        with _lock:
+            if device.index in _slabs:
+                _used_up.append(_slabs[device.index])
+            _slabs[device.index] = new
     stream = device.index, torch.cuda.current_stream(device).cuda_stream
     counters = _eager.get(stream)
     if counters is None or counters.numel() < tiles:
-        counters = _eager[stream] = torch.zeros(max(tiles, 4096), dtype=torch.int32, device=device)
+        counters = _eager[stream] = lasting_zeros(device, max(tiles, 4096))
     return workspace, counters
+
+
+def lasting_zeros(device: torch.device, size: int) -> torch.Tensor:
+    """int32 zeros for later launches too, zeroed on the current stream.
+
+    Made by another thread, since a pool of memory is for what one thread allocates: what `torch.compile` warms up for
+    its CUDA graphs allocates from theirs, and anything left there is an error.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def make() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()

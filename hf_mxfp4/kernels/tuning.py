@@ -105,10 +105,22 @@ def user_table(device: str) -> Path:
     return cache_folder() / file_name(device, triton.__version__, source_hash())
 
 
+def own_table(device: str) -> list[Path]:
+    """`user_table`, or nothing for a user without a home folder (a container's, often)."""
+    try:
+        return [user_table(device)]
+    except RuntimeError:
+        return []
+
+
 def stale_tables(device: str) -> list[Path]:
     """Tables of the user for this device that other versions of triton or of the kernels were measured for."""
-    current = user_table(device)
-    return sorted(file for file in current.parent.glob(f"{_slug(device)}-triton*.json") if file != current)
+    return [
+        file
+        for current in own_table(device)
+        for file in sorted(current.parent.glob(f"{_slug(device)}-triton*.json"))
+        if file != current
+    ]
 
 
 def read_table(path: Path) -> Table:
@@ -177,8 +189,8 @@ def load_table(device: str) -> Table | None:
 
     A file that is damaged or belongs to another device is named in a warning, and not used.
     """
-    for path in (user_table(device), TABLES / f"{_slug(device)}.json"):
-        if not path.is_file():
+    for path in (*own_table(device), TABLES / f"{_slug(device)}.json"):
+        if not os.path.isfile(path):  # False in a folder that may not be read, where `Path.is_file` raises
             continue
         try:
             table = read_table(path)
@@ -244,12 +256,6 @@ def choose(
         return None
     row = nearest(rows.get((kernel, format_name, SHORT[dtype], macro), []), tokens, n, k)
     return None if row is None else choice_of(row)
-
-
-def options(kernel: str, *product) -> dict[str, int] | None:
-    """Launch options of a fused kernel, or `None`: then the kernel's own heuristic decides. Arguments of `choose`."""
-    choice = choose(kernel, *product)
-    return None if choice is None else choice.options
 
 
 def forget() -> None:
