@@ -257,7 +257,8 @@ PRODUCTS = ("HGMMA", "UTCHMMA", "HMMA", "FFMA")
 def hot_loop(sass: str) -> list[str]:
     """Names of the instructions of the loop with the most products, or of the whole kernel if it has no loop.
 
-    A loop reaches from a label to the jump back to it. One that contains another is not looked at.
+    A loop reaches from a label to the jump back to it. One that contains another is not looked at. Of two with as many
+    products it is the one that loads ahead, or else the shorter: the gradient's slow sum has as many as the fast one.
     """
     names, labels, loops = [], {}, []
     for line in sass.splitlines():
@@ -270,7 +271,11 @@ def hot_loop(sass: str) -> list[str]:
                 loops.append((labels[back[1]], len(names)))
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
     bodies = [names[a:b] for a, b in inner] or [names]
-    return max(bodies, key=lambda body: (sum(name.startswith(PRODUCTS) for name in body), len(body)))
+
+    def count(body: list[str], names: str | tuple) -> int:
+        return sum(name.startswith(names) for name in body)
+
+    return max(bodies, key=lambda body: (count(body, PRODUCTS), count(body, "LDGSTS"), -len(body)))
 
 
 def main(name: str, *options: str) -> None:

@@ -46,8 +46,9 @@ def test_compiles(target, option, tmp_path):
     assert {*used} >= {name for name in BRIEF if kernels_static.concerns(name, target)}
     for name, row in used.items():
         assert row["spills"] == 0 and row["shared"] <= kernels_static.TARGETS[target] * 1024, (name, row)
-        # ptxas may spend a few bytes of stack to get down to 128 registers (seen: 8 on sm_90, 16 on sm_120).
-        assert row["stack"] <= 16, (name, row)
+        # ptxas may spend a few bytes of stack to get down to 128 registers (seen: 8 on sm_90, 16 on sm_120), or to 255
+        # (24 on sm_120).
+        assert row["stack"] <= 24, (name, row)
         if target.startswith("cuda") and name.startswith("linear ") and "tokens=1 " in name and "fp32" not in name:
             check_loop(target, name, row)
     published = kernels_static.published()

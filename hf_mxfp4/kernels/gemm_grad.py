@@ -47,7 +47,9 @@ from hf_mxfp4.kernels.permuted import (
 from hf_mxfp4.kernels.scratch import split_scratch
 
 COLUMNS = tl.constexpr(64)  # of a tile for each warp: 8 rows of a tensor core's operand, 2 bytes twice for each
-SLOW = tl.constexpr(16)  # rows of the weight at once where a sum was not finite
+# Rows of the weight at once where a sum was not finite. Triton gives each of 4 lanes 8 in a row where nibbles of bytes
+# become mma.sync's operand: with fewer than 32 it takes wrong ones, without a word (3.7.1; tests/test_ptx.py).
+SLOW = tl.constexpr(32)
 
 
 @triton.jit
