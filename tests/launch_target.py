@@ -7,35 +7,16 @@ One process, started by test_launch.py. Prints "same" and how many launches ther
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+from made_driver import MadeDriver
 from triton.runtime import driver
 
 LAUNCHES: list[tuple] = []
 
 
-class Driver:
+class Driver(MadeDriver):
     """Compiles for Hopper; what is launched is written down."""
 
-    class utils:
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
-
-        @staticmethod
-        def load_binary(*_):
-            return 0, 0, 0, 0, 1024
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_device_interface(self):
-        return torch.cuda
+    arch, shared, processors = 90, 232448, 132
 
     def launcher_cls(self, source, metadata):
         return lambda *arguments: LAUNCHES.append((metadata.hash, *map(identity, arguments)))

@@ -12,8 +12,8 @@ import traceback
 
 import torch
 import triton
+from made_driver import MadeDriver
 from ptx import Module
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
@@ -23,29 +23,10 @@ LAUNCHES: list[str] = []
 LAST: list[str] = []  # the hash of what was launched last
 
 
-class Driver:
+class Driver(MadeDriver):
     """Compiles for Ampere; what is launched is run here."""
 
-    class utils:
-        @staticmethod
-        def get_device_properties(device):
-            return {"max_shared_mem": 166912, "multiprocessor_count": 108, "max_num_regs": 65536, "warpSize": 32}
-
-        @staticmethod
-        def load_binary(*_):
-            return 0, 0, 0, 0, 1024
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 80, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_device_interface(self):
-        return torch.cuda
+    arch, shared, processors = 80, 166912, 108
 
     def launcher_cls(self, source, metadata):
         names = [*source.signature]
