@@ -55,6 +55,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Without it tests share torch.compile's limit of eight graphs a function: which passes would depend on order."""
+    yield
+    if "torch._dynamo.utils" in sys.modules and torch._dynamo.utils.compilation_time_metrics:
+        torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def minilm() -> dict:
     """The 36 encoder matrices of all-MiniLM-L6-v2, by name: real trained weights, float32."""

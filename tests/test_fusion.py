@@ -683,11 +683,6 @@ class Block(nn.Module):
         return self.attention(x * 1)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"outliers": 0.05}, {"format": MXFP4}], ids=str)
 def test_compile(mode, options):
