@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 
 from hf_mxfp4.blocks import block_amax, round_magnitude, row_chunks
-from hf_mxfp4.checkpoints import read_header
+from hf_mxfp4.checkpoint_files import read_header
 from hf_mxfp4.formats import FORMATS, MXFP4, BlockFormat, QuantizedTensor
 from hf_mxfp4.outliers import Budget
 from hf_mxfp4.recipe import Recipe
@@ -156,7 +156,7 @@ def find_matrices(folder: str | Path, block_size: int, skip: str = NOT_PACKED) -
     """
     found = []
     for path in sorted(Path(folder).glob("*.safetensors")):
-        for name, (dtype, shape, _) in sorted(read_header(path).items(), key=lambda item: _natural(item[0])):
+        for name, (dtype, shape, *_) in sorted(read_header(path).items(), key=lambda item: _natural(item[0])):
             matrix = len(shape) == 2 and shape[1] % block_size == 0 and dtype in ("BF16", "F16", "F32")
             if matrix and not re.search(skip, name):
                 found.append((path, name))

@@ -12,27 +12,15 @@ its tensor scale divides: `w = E2M1[code] * weight_scale / weight_global_scale`.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from hf_mxfp4.checkpoint_files import SAFETENSORS_DTYPES, StoredTensor
 from hf_mxfp4.formats import MXFP4, NVFP4, BlockFormat
 
 HF_MXFP4_KEY = "hf_mxfp4"  # our recipe inside a portable checkpoint's quantization_config; other readers ignore it
-SAFETENSORS_DTYPES = {
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-}
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Layout(NamedTuple):
@@ -101,52 +89,6 @@ def compressed_tensors_config(modules: dict[str, BlockFormat], ignore: Iterable[
         "global_compression_ratio": None,
         "ignore": sorted(ignore),
     }
-
-
-class StoredTensor(NamedTuple):
-    """What a safetensors header says of a tensor: its dtype there (`"U8"`, ...), shape and file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-
-    def empty(self) -> torch.Tensor:
-        """A tensor of this dtype and shape on the meta device."""
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"{self.file}: dtype {self.dtype}; allowed: {', '.join(_DTYPES)}.")
-        return torch.empty(self.shape, dtype=_DTYPES[self.dtype], device="meta")
-
-
-def read_header(path: str | Path) -> dict[str, StoredTensor]:
-    """Names, dtypes and shapes in a safetensors file, read from its header alone.
-
-    Raises:
-        ValueError: if the file is not safetensors, or is shorter than its header says.
-    """
-    path = Path(path)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else None
-        if length is None or length > min(size - 8, 100_000_000):
-            raise ValueError(f"{path} is not a safetensors file, or is truncated: {size} bytes. Download it again.")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            tensors = {
-                name: StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name)
-                for name, entry in header.items()
-            }
-            end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise ValueError(
-                f"{path} is not a safetensors file: its header is unreadable. Download it again."
-            ) from error
-    if 8 + length + end != size:
-        raise ValueError(
-            f"{path} is damaged: {size} bytes, its header describes {8 + length + end}. Download it again."
-        )
-    return tensors
 
 
 class Expected(NamedTuple):

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from hf_mxfp4 import analysis, tuner
 from hf_mxfp4 import doctor as diagnosis
-from hf_mxfp4.checkpoints import read_header
+from hf_mxfp4.checkpoint_files import read_header
 from hf_mxfp4.formats import FORMATS
 from hf_mxfp4.scales import SCALE_RULES
 

@@ -17,6 +17,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
 from hf_mxfp4 import conversion, fusion, packing, whole_model
+from hf_mxfp4.checkpoint_files import StoredTensor, read_header
 from hf_mxfp4.checkpoints import (
     FULL_PRECISION,
     HF_MXFP4_KEY,
@@ -24,11 +25,9 @@ from hf_mxfp4.checkpoints import (
     OUTLIER_ENDINGS,
     PACKED_ENDINGS,
     Expected,
-    StoredTensor,
     check_scales,
     check_stored,
     compressed_tensors_config,
-    read_header,
 )
 from hf_mxfp4.config import QUANT_METHOD, FP4Config
 from hf_mxfp4.modules import FP4Linear

@@ -12,17 +12,15 @@ from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
 from safetensors.torch import save_file
 
+from hf_mxfp4.checkpoint_files import SAFETENSORS_DTYPES, StoredTensor, read_header
 from hf_mxfp4.checkpoints import (
     HF_MXFP4_KEY,
     LAYOUTS,
-    SAFETENSORS_DTYPES,
     Expected,
-    StoredTensor,
     check_scales,
     check_stored,
     compressed_tensors_config,
     key_pattern,
-    read_header,
 )
 from hf_mxfp4.formats import FORMATS, MXFP4, NVFP4
 
@@ -141,7 +139,9 @@ def test_header(tmp_path):
     for given_as in (path, str(path)):
         header = read_header(given_as)
         assert header == {
-            name: StoredTensor(SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), "model.safetensors")
+            name: StoredTensor(
+                SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), "model.safetensors", tensor.nbytes
+            )
             for name, tensor in tensors.items()
         }
 
@@ -204,7 +204,7 @@ def test_a_good_file_cut_anywhere(tmp_path):
         with pytest.raises(ValueError, match="Download it again"):
             read_header(path)
     path.write_bytes(GOOD)
-    assert read_header(path) == {"a": ("U8", (4,), path.name), "b": ("U8", (6,), path.name)}
+    assert read_header(path) == {"a": ("U8", (4,), path.name, 4), "b": ("U8", (6,), path.name, 6)}
 
 
 def test_a_missing_file_says_so(tmp_path):

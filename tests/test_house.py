@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[1]
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
     *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "activations"),
-    *("kernels", "operands", "dispatch", "ops", "experts_ops", "quantization", "packed", "modules", "checkpoints"),
-    *("recipe", "config", "packing", "fusion"),
+    *("kernels", "operands", "dispatch", "ops", "experts_ops", "quantization", "packed", "modules"),
+    *("checkpoint_files", "checkpoint_writer", "checkpoints", "layouts", "recipe", "config", "packing", "fusion"),
     *("conversion", "calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs"),
-    *("calibration", "whole_model", "quantizer", "analysis", "tuner", "doctor", "streaming", "hub", "cli"),
+    *("calibration", "whole_model", "quantizer", "loading", "analysis", "export", "inspection", "verification"),
+    *("evaluation", "tuner", "doctor", "streaming", "hub", "cli"),
 )
-KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "streaming", "hub", "cli"}
+KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "loading", "streaming", "hub", "cli"}
 
 
 class Import(NamedTuple):
