@@ -8,6 +8,7 @@ gradient nothing is kept but the inputs: the first projection is computed again.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
 
@@ -73,6 +74,33 @@ def route(top_k_index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.
     expert, order = top_k_index.reshape(-1).sort(stable=True)
     bounds = torch.arange(experts + 1, device=expert.device, dtype=expert.dtype)
     return order, torch.searchsorted(expert, bounds).to(torch.int32)
+
+
+class Halves(NamedTuple):
+    """How tokens sorted by expert meet a stack of E matrices `[2I, K]` that is seen as 2E matrices `[I, K]`.
+
+    Attributes:
+        token: int64 `[2T]`: the row of each row that is to be multiplied.
+        gate: int64 `[T]`: where the products with the first half of a row's expert are.
+        up: int64 `[T]`: and those with the second.
+        offsets: int32 `[2E+1]` of the halves.
+    """
+
+    token: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    offsets: torch.Tensor
+
+
+def halves(rows: int, offsets: torch.Tensor) -> Halves:
+    """The `Halves` for `rows` tokens with int32 `offsets` `[E+1]`, without reading them on the host."""
+    token = torch.arange(rows, device=offsets.device)
+    bounds = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), rows)])  # rows of no expert at both ends
+    group = torch.searchsorted(offsets, token.to(offsets.dtype), right=True)
+    gate, up = token + bounds[group], token + bounds[group + 1]
+    doubled = token.new_empty(2 * rows).index_copy(0, gate, token).index_copy(0, up, token)
+    starts = torch.stack([2 * offsets[:-1], offsets[:-1] + offsets[1:]], dim=1).flatten()
+    return Halves(doubled, gate, up, torch.cat([starts, 2 * offsets[-1:]]))
 
 
 # --- operator --------------------------------------------------------------------------------------------------------

@@ -21,11 +21,12 @@ from hf_mxfp4 import ops
 from hf_mxfp4.checkpoints import SIBLINGS
 from hf_mxfp4.formats import Outliers, QuantizedTensor
 from hf_mxfp4.modules import FP4Linear
+from hf_mxfp4.packed import TRANSFORMS
 
 logger = logging.getLogger(__name__)
 
 _SAME = ("format", "in_features", "dtype", "compute_dtype", "activation_format", "backend")
-_OWN = ("weight_global_scale", "weight_outlier_offsets")  # buffers that are no rows of a joined one
+_OWN = ("weight_global_scale", "weight_outlier_offsets", *TRANSFORMS)  # buffers that are no rows of a joined one
 
 
 class FusedLinear(FP4Linear):
@@ -262,10 +263,10 @@ def why_apart(members: tuple[FP4Linear, ...] | list[FP4Linear]) -> str | None:
     ]
     if any(kind != kinds[0] for kind in kinds):
         return "their tensors differ in name, dtype, device or width"
-    if first.format.has_global_scale:
-        scales = [member.weight_global_scale for member in members]
-        if not all(torch.equal(scale, scales[0]) for scale in scales):
-            return "their tensor scales differ"
+    for what, names in (("tensor scales", ["weight_global_scale"]), ("input transforms", TRANSFORMS)):
+        for name in first._buffers.keys() & names:
+            if not all(torch.equal(member._buffers[name], first._buffers[name]) for member in members):
+                return f"their {what} differ"
     return None
 
 

@@ -16,6 +16,8 @@ from hf_mxfp4.activations import Activation, recognise
 from hf_mxfp4.formats import NVFP4, BlockFormat, QuantizedTensor
 from hf_mxfp4.packed import PackedModule
 
+_STEP = 2.0**-20  # of tensor scales, relative; eight steps of float32
+
 
 class FP4Linear(PackedModule, nn.Linear):
     """A linear layer whose weight stays packed in 4 bits.
@@ -35,6 +37,10 @@ class FP4Linear(PackedModule, nn.Linear):
         activation_format (`str`, *optional*): `"same"` rounds inputs to `format` too (W4A4).
         macro_block (`bool`): whether the weight has macro factors.
         outliers (`bool`): whether the weight has outliers.
+        pre_quant_scale (`torch.Tensor`, *optional*): `[K]`, multiplies the input first (ModelOpt's AWQ). Becomes a
+            buffer; a meta tensor only tells dtype and shape of one to be loaded. So does `hadamard`.
+        hadamard (`torch.Tensor`, *optional*): `[g, g]`, by which groups of g input channels are multiplied next, as
+            the weight is stored in that basis (fp_quant). See `packed.transform_input`.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class FP4Linear(PackedModule, nn.Linear):
         activation_format: str | None = None,
         macro_block: bool = False,
         outliers: bool = False,
+        pre_quant_scale: torch.Tensor | None = None,
+        hadamard: torch.Tensor | None = None,
     ):
         nn.Module.__init__(self)  # nn.Linear's own would allocate the dense weight
         self.in_features, self.out_features = in_features, out_features
@@ -58,6 +66,7 @@ class FP4Linear(PackedModule, nn.Linear):
         self.activation_format = activation_format
         self.dtype = dtype or torch.get_default_dtype()
         self._register_packed("weight", (out_features, in_features), (1,), device, macro_block, outliers)
+        self._register_transforms(in_features, device, pre_quant_scale=pre_quant_scale, hadamard=hadamard)
         empty = torch.empty(out_features, device=device, dtype=self.dtype) if bias else None
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty))
 
@@ -76,13 +85,14 @@ class FP4Linear(PackedModule, nn.Linear):
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """The packed weight; its scales multiply."""
+        """The packed weight, as the transformed input meets it; its scales multiply."""
         return self.packed_weight("weight")
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dequantized weight `[N, K]` in `dtype`: a fresh dense copy for code that asks; `forward` makes none."""
-        return ops.dequantize(self.quantized, self.dtype, self.backend)
+        """The dequantized weight `[N, K]` in `dtype`, for the input as it comes: a fresh dense copy for code that
+        asks (`packed.dense_copy`); `forward` makes none."""
+        return self.dense("weight", self.dtype)
 
     def reset_parameters(self) -> None:
         """Nothing to initialize: packed weights come from a quantizer or a checkpoint."""
@@ -106,8 +116,9 @@ class FP4Experts(PackedModule):
     Stands in for transformers' experts modules (Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V3 and the like, gpt-oss) and
     keeps their attributes. Whatever the original's arrangement, weights are packed along the reduction dimension:
     `gate_up_proj_packed` uint8 `[E, 2I, H/2]`, `down_proj_packed` uint8 `[E, H, I/2]`, with `_scale` and, for NVFP4,
-    `_global_scale` float32 `[E, P]` (one column for each projection merged in, all equal; **divides**). Rows of
-    gate_up_proj stay in the model's order ([gate; up], or interleaved for gpt-oss).
+    `_global_scale` float32 `[E, P]` (one column for each projection merged in; **divides**). Rows of gate_up_proj stay
+    in the model's order ([gate; up], or interleaved for gpt-oss). Where gate and up of an expert have different tensor
+    scales, as checkpoints of other tools may, the two are multiplied as matrices of their own (`is_uneven`).
 
     With a gate that is known (`activation`), the whole layer is one operator, `experts_ops.experts`; any other gate
     runs in torch between two grouped linears. transformers' choice of an experts implementation does not apply: its
@@ -211,12 +222,54 @@ class FP4Experts(PackedModule):
         self._load_packed(name, weight)
 
     def quantized(self, name: str) -> QuantizedTensor:
-        """A packed projection `[E, N, K]`; its scales multiply, `global_scale` `[E]`."""
-        return self.packed_weight(name)
+        """A packed projection `[E, N, K]`; its scales multiply, `global_scale` `[E]`.
+
+        If it `is_uneven`: `[2E, I, K]`, gate and up of each expert in turn, `global_scale` `[2E]`.
+        """
+        weight = self.packed_weight(name)
+        if not self.is_uneven(name):
+            return weight
+        experts, rows, _ = self.shapes[name]
+        parts = {part: getattr(weight, part) for part in ("packed", "scale", "macro")}
+        parts = {
+            part: None if value is None else value.view(2 * experts, rows // 2, -1) for part, value in parts.items()
+        }
+        divisor = self._buffers[f"{name}_global_scale"]
+        return weight._replace(**parts, global_scale=divisor.reciprocal().flatten())
+
+    def is_uneven(self, name: str) -> bool:
+        """Whether gate and up of an expert have different tensor scales; where values cannot be read, if they may.
+
+        Scales a few float32 steps apart count as one (reciprocals of one that multiplied, each rounded for itself):
+        products are formed with the gate's, `dequantized` with each its own.
+
+        Read once, as `tensor_scale` is computed once; while a graph is made, as `prepare` last saw it.
+        """
+        stored = self._buffers.get(f"{name}_global_scale")
+        if stored is None or stored.shape[-1] == 1 or not self.is_concatenated or stored.is_meta:
+            return False
+        kept = self._tensor_scales.get(f"{name}, halves")
+        if torch.compiler.is_compiling():
+            return True if kept is None else kept[1]
+        version = None if stored.is_inference() else stored._version
+        if kept is None or kept[0] is not stored or kept[2] != version:
+            unreadable = type(stored) is not torch.Tensor or torch._C._functorch.peek_interpreter_stack() is not None
+            if unreadable or (stored.is_cuda and torch.cuda.is_current_stream_capturing()):
+                return True
+            gate, up = stored.unbind(-1)
+            kept = stored, bool(((gate - up).abs() > _STEP * gate.abs()).any()), version
+            self._tensor_scales[f"{name}, halves"] = kept
+        return kept[1]
+
+    def prepare(self) -> None:
+        """As `PackedModule.prepare`; and read whether projections are uneven."""
+        super().prepare()
+        for name in self.shapes:
+            self.is_uneven(name)
 
     def dequantized(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A projection in the original module's arrangement (transposed where that one is), in `dtype`."""
-        dense = ops.dequantize(self.quantized(name), dtype or self.dtype, self.backend)
+        dense = self.dense(name, dtype or self.dtype)
         return dense.transpose(1, 2).contiguous() if self.is_transposed else dense
 
     def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -231,7 +284,13 @@ class FP4Experts(PackedModule):
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         if bias is not None:
             bias = bias.to(x.dtype)
-        return ops.grouped_linear(self._activations(x), offsets, self.quantized(name), bias, self.backend)
+        x, weight = self._activations(x), self.quantized(name)
+        if not self.is_uneven(name):
+            return ops.grouped_linear(x, offsets, weight, bias, self.backend)
+        bias = None if bias is None else bias.view(weight.shape[:2])
+        token, gate, up, offsets = experts_ops.halves(x.shape[0], offsets)
+        out = ops.grouped_linear(x[token], offsets, weight, bias, self.backend)
+        return torch.cat([out[gate], out[up]], dim=-1)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -249,11 +308,11 @@ class FP4Experts(PackedModule):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
-        if self.activation is None or self.activation_format is not None:
+        if self.activation is None or self.activation_format is not None or self.is_uneven(self.first):
             out = self._by_projection(x, top_k_index, top_k_weights)
         else:
             (first, first_bias), (down, down_bias) = (
-                (self.quantized(name), getattr(self, f"{name}_bias") if self.has_bias else None)
+                (self.packed_weight(name), getattr(self, f"{name}_bias") if self.has_bias else None)
                 for name in self.shapes
             )
             weights = (first, first_bias, down, down_bias)
@@ -261,7 +320,8 @@ class FP4Experts(PackedModule):
         return out.to(hidden_states.dtype).view(hidden_states.shape)
 
     def _by_projection(self, x, top_k_index, top_k_weights) -> torch.Tensor:
-        """Tokens `[M, H]` through a gate that is not fused, or inputs rounded to FP4: projection by projection."""
+        """Tokens `[M, H]` projection by projection: through a gate that is not fused, inputs rounded to FP4, or uneven
+        halves."""
         order, offsets = experts_ops.route(top_k_index, self.num_experts)
         top_k = top_k_index.shape[-1]
         out = self._project(self.first, x[order // top_k], offsets)

@@ -4,11 +4,22 @@
 from __future__ import annotations
 
 from hf_mxfp4.checkpoint_files import Checkpoint
-from hf_mxfp4.layouts.base import Contents, PackedMatrix, PackedTensors, StoredLayout
+from hf_mxfp4.layouts import compressed_tensors, fouroversix, fp_quant, gpt_oss, modelopt, own, torchao
+from hf_mxfp4.layouts.base import Contents, PackedMatrix, PackedTensors, StoredLayout, refuse_leftovers
 
 __all__ = ["LAYOUTS", "Contents", "PackedMatrix", "PackedTensors", "StoredLayout", "read", "recognise"]
 
-LAYOUTS: tuple[StoredLayout, ...] = ()
+# In the order of asking: what carries our key comes before plain compressed-tensors.
+LAYOUTS: tuple[StoredLayout, ...] = (
+    own.OWN,
+    own.PORTABLE,
+    compressed_tensors.LAYOUT,
+    modelopt.LAYOUT,
+    gpt_oss.LAYOUT,
+    fp_quant.LAYOUT,
+    torchao.LAYOUT,
+    fouroversix.LAYOUT,
+)
 
 
 def recognise(checkpoint: Checkpoint) -> StoredLayout:
@@ -28,5 +39,11 @@ def recognise(checkpoint: Checkpoint) -> StoredLayout:
 
 
 def read(checkpoint: Checkpoint) -> Contents:
-    """What a quantized checkpoint holds, in whatever layout; see `recognise`."""
-    return recognise(checkpoint).read(checkpoint)
+    """What a quantized checkpoint holds, in whatever layout.
+
+    Raises:
+        ValueError: see `recognise` and `StoredLayout.read`; for tensors that are quantized in another way.
+    """
+    contents = recognise(checkpoint).read(checkpoint)
+    refuse_leftovers(checkpoint, contents)
+    return contents

@@ -9,9 +9,15 @@ from typing import NamedTuple
 import torch
 
 from hf_mxfp4.checkpoint_files import Checkpoint, StoredTensor
-from hf_mxfp4.formats import BlockFormat
+from hf_mxfp4.checkpoints import FULL_PRECISION, check_scales
+from hf_mxfp4.formats import MXFP4, NVFP4, BlockFormat, decode_e4m3
+
+SCALE_DTYPES = {NVFP4.name: ("F8_E4M3",), MXFP4.name: ("U8", "F8_E8M0")}
+_QUANTIZED_ENDINGS = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "weight_zero_point")
+EDITED = "Config and files do not belong together, or were edited; download the checkpoint again."
 
 Read = Callable[[str], torch.Tensor]  # a tensor of the checkpoint by its name, such as a `TensorReader`
+Form = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # float32 codes `[2, 1]`, scales `[n]` -> weights `[2, n]`
 
 
 class PackedTensors(NamedTuple):
@@ -110,17 +116,117 @@ def expect(checkpoint: Checkpoint, name: str, dtype: str | tuple[str, ...], shap
     if found is None:
         raise ValueError(f"the checkpoint holds no {name}, which its quantized weight needs. Download it again.")
     if found.dtype not in allowed or (shape is not None and found.shape != shape):
-        wanted = "" if shape is None else f" {list(shape)}"
+        wanted = " or ".join(allowed) + ("" if shape is None else f" {list(shape)}")
+        raise ValueError(f"{name}: {found.dtype} {list(found.shape)} in {found.file}, expected {wanted}. {EDITED}")
+
+
+def refuse_leftovers(checkpoint: Checkpoint, contents: Contents) -> None:
+    """Raise `ValueError` for tensors that no packed weight uses and that are quantized: FP8, integers, lone scales.
+
+    A loader would cast them to the model's dtype, and the model would run on nonsense.
+    """
+    left = []
+    for name, tensor in contents.plain(checkpoint.tensors).items():
+        whole = tensor.dtype in FULL_PRECISION
+        matrix = len(tensor.shape) > 1 and name.endswith(("weight", "_proj", "packed"))
+        if name.endswith(_QUANTIZED_ENDINGS) or (not whole and (matrix or tensor.dtype[0] == "F")):
+            left.append(f"{name} ({tensor.dtype})")
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ValueError(
-            f"{name}: {found.dtype} {list(found.shape)} in {found.file}, expected {' or '.join(allowed)}{wanted}. Its "
-            "config and files do not belong together, or were edited; download it again."
+            f"this checkpoint ({contents.layout}) holds tensors that are quantized in another way: "
+            f"{', '.join(left[:3])}{more}. They are not supported beside FP4; use the full-precision checkpoint."
         )
 
 
-def divisor_of(multiplier: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The float32 divisor `[...]` that stands for a tensor scale which multiplies.
+def stored_format(checkpoint: Checkpoint, scale: str) -> BlockFormat:
+    """The format of a packed weight, by the stored dtype of its block scales."""
+    expect(checkpoint, scale, (*SCALE_DTYPES[NVFP4.name], *SCALE_DTYPES[MXFP4.name]), None)
+    return NVFP4 if checkpoint.tensors[scale].dtype in SCALE_DTYPES[NVFP4.name] else MXFP4
 
-    The nearest reciprocal may decode a block scale one float32 step off; of its neighbours, the one is taken with
-    which the most block scales in use (`scale`, stored scales of the weight) decode to the same float32.
+
+def weight_shape(checkpoint: Checkpoint, fmt: BlockFormat, packed: str, scale: str, stacked: bool = False):
+    """Shape `[N, K]` (or `[E, N, K]`: `stacked`) of a weight from its stored codes and block scales, both checked."""
+    expect(checkpoint, packed, "U8", None)
+    *lead, half = checkpoint.tensors[packed].shape or (0,)
+    shape = (*lead, 2 * half)
+    if len(shape) != 2 + stacked or 0 in shape or shape[-1] % fmt.block_size:
+        wanted = f"[{'E, ' if stacked else ''}N, K/2], not empty, K a multiple of {fmt.name}'s {fmt.block_size}"
+        file = checkpoint.tensors[packed].file
+        raise ValueError(f"{packed}: codes of shape {[*lead, half]} in {file}, expected {wanted}. {EDITED}")
+    expect(checkpoint, scale, SCALE_DTYPES[fmt.name], (*lead, shape[-1] // fmt.block_size))
+    return shape
+
+
+def expect_tensor_scale(checkpoint: Checkpoint, name: str) -> None:
+    """Raise `ValueError` unless a float32 tensor of one value is there, whatever its number of dimensions."""
+    expect(checkpoint, name, "F32", None)
+    shape = checkpoint.tensors[name].shape
+    if any(size != 1 for size in shape):
+        expect(checkpoint, name, "F32", (1,))
+
+
+def checked(name: str, fmt: BlockFormat, stored: PackedTensors) -> PackedTensors:
+    """Packed tensors as our modules want them: contiguous, with positive scales.
+
+    A block scale of zero, which some tools store, makes its block zero: so do codes of zero under the smallest normal
+    scale, which is what this package stores for such blocks.
+
+    Raises:
+        ValueError: for scales that are negative, NaN or out of range.
     """
-    raise NotImplementedError
+    packed, scale = stored.packed.contiguous(), stored.scale.contiguous()
+    byte = scale.view(torch.uint8)
+    if fmt.has_global_scale and bool((empty := byte & 0x7F == 0).any()):
+        signs = packed.unflatten(-1, (-1, fmt.block_size // 2)) & 0x88
+        packed = torch.where(empty[..., None], signs, packed.view(signs.shape)).flatten(-2)
+        byte = byte.masked_fill(empty, fmt.zero_byte)
+    stored = stored._replace(packed=packed, scale=fmt.scale_from_bytes(byte))
+    check_scales(name, fmt, stored.scale, stored.global_scale)
+    return stored
+
+
+def divisor_of(multiplier: torch.Tensor, scale: torch.Tensor, form: Form | None = None) -> torch.Tensor:
+    """The float32 divisor that stands for an NVFP4 tensor scale which multiplies.
+
+    The nearest reciprocal may decode a block scale one float32 step off, which shows in bfloat16 where the weight lies
+    next to, or exactly, halfway between two values. Of it and its two neighbours, the one is taken with which the
+    fewest block scales in use decode to weights of other bfloat16 bits, and among those to other float32 bits.
+
+    No divisor is right for every tensor scale. Enumerated over amax/2688, for amax in bfloat16: 1 mantissa of 128 has
+    such weights (one of 16 products of code and scale; 2 of 128 with the nearest reciprocal); over amax/1536: 9 of 128
+    (21 with the nearest); for amax of 24 bits less than 1 in 10000. They are rounded to the other of two values that
+    are equally near.
+
+    Args:
+        multiplier: float32 `[...]`, one for each matrix.
+        scale: float8_e4m3fn `[..., N, K/16]`, the stored block scales.
+        form: how weights are formed where that is not `code * (scale * multiplier)`.
+
+    Returns:
+        float32, of `multiplier`'s shape.
+    """
+    scales = scale.view(torch.uint8).reshape(multiplier.numel(), -1)
+    factors = multiplier.float().flatten()
+    divisors = [_divisor(factor, used, form) for factor, used in zip(factors, scales, strict=True)]
+    return torch.stack(divisors).view(multiplier.shape)
+
+
+def _divisor(multiplier: torch.Tensor, scale: torch.Tensor, form: Form | None) -> torch.Tensor:
+    nearest = multiplier.reciprocal()
+    if not bool(nearest.isfinite()) or (form is None and float(multiplier.frexp().mantissa) == 0.5):
+        return nearest  # a power of two is exact; 0, NaN and the like are refused by `checked`
+    candidates = [nearest, *(nearest.nextafter(torch.tensor(end)) for end in (0.0, torch.inf))]
+    count = torch.bincount(scale.to(torch.int32), minlength=256)
+    used = count.nonzero().flatten()
+    value = decode_e4m3(used.to(torch.uint8))
+    value, count = value[value.isfinite()], count[used][value.isfinite()]
+    codes = torch.tensor([[1.0], [1.5]])  # the two mantissas of E2M1
+    wanted = codes * (value * multiplier) if form is None else form(codes, value)
+
+    def misses(divisor: torch.Tensor) -> tuple[int, int]:
+        found = codes * (value / divisor)
+        bits = found.bfloat16() != wanted.bfloat16()
+        return int((bits.any(0) * count).sum()), int(((found != wanted).any(0) * count).sum())
+
+    return min(candidates, key=misses)
