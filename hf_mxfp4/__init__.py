@@ -5,13 +5,15 @@ Importing the package registers `FP4Config` and its quantizer with transformers;
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=FP4Config())
 
-gives a model whose linears and fused experts stay packed in 4 bits. The folder `integrations/` of the source tree
-(PEFT, TRL, optimum, lm-eval) is imported as `hf_mxfp4.integrations`.
+gives a model whose linears and fused experts stay packed in 4 bits; `load` gives one from a checkpoint that another
+tool packed. The folder `integrations/` of the source tree (PEFT, TRL, optimum, lm-eval) is imported as
+`hf_mxfp4.integrations`.
 """
 
 from hf_mxfp4.config import FP4Config, quantize
 from hf_mxfp4.formats import MXFP4, NVFP4, QuantizedTensor
 from hf_mxfp4.fusion import fuse_projections, unfuse_projections
+from hf_mxfp4.loading import load
 from hf_mxfp4.modules import FP4Experts, FP4Linear
 from hf_mxfp4.ops import dequantize
 from hf_mxfp4.quantizer import FP4HfQuantizer, register
@@ -27,6 +29,7 @@ __all__ = [
     "QuantizedTensor",
     "dequantize",
     "fuse_projections",
+    "load",
     "quantize",
     "unfuse_projections",
 ]

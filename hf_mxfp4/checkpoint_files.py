@@ -83,7 +83,9 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 
 def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     """What a config.json, or hf_quant_config.json beside it, says of quantization; `None` if nothing does."""
-    found = config.get("quantization_config") or config.get("compression_config")
+    text = config.get("text_config")
+    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    found = config.get("quantization_config") or config.get("compression_config") or inner  # in transformers' order
     old = folder / "hf_quant_config.json"
     if found is None and old.exists():
         found = read_json(old)
@@ -239,6 +241,10 @@ class TensorReader:
         return self
 
     def __exit__(self, *error) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap the files, whose pages count as this process's memory. They are opened again when needed."""
         self._files.clear()  # safetensors unmaps a file with its last reference
 
     def __call__(self, name: str) -> torch.Tensor:

@@ -18,12 +18,14 @@ from hf_mxfp4.recipe import RECIPE_KEYS, Recipe, check_choice, check_recipe, unk
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 QUANT_METHOD = "hf_mxfp4"
+FOREIGN_KEY = "foreign"  # in memory only: the quantization_config of another tool, to be loaded by us
 FORMAT_VERSION = 1  # of the fields below as stored in config.json
 _COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CALIBRATION_KEYS = (
     *("calibration", "calibration_samples", "calibration_length", "calibration_seed", "calibration_dir"),
     "calibration_device",
 )
+_OWN_KEYS = ("ignore", "transposed", "transforms")  # beside the fields in layout `own`, see `quantizer`
 _WHOLE_MODEL_KEYS = ("outlier_fallback", "error_feedback", "channel_weights")
 
 
@@ -89,6 +91,9 @@ class FP4Config(QuantizationConfigMixin):
             Compute q, k and v by one product, and gate and up by another, where no gradient is needed. May be given
             beside a quantized checkpoint, and is not stored. For adapters on these layers leave it out, or call
             `hf_mxfp4.unfuse_projections(model)` first.
+        origin (`str`, *optional*):
+            Of a model that another tool quantized: the tool, as its checkpoint says (`"modelopt 0.33.0"`); not for
+            users to give. `scale_rule` and its options, `modules_to_not_convert` and the calibration then say nothing.
 
     Raises:
         ValueError: for unknown names and impossible combinations, with what is allowed.
@@ -130,6 +135,7 @@ class FP4Config(QuantizationConfigMixin):
         dequantize: bool = False,
         backend: str = "auto",
         fuse_projections: bool = False,
+        origin: str | None = None,
         **unknown,
     ):
         if unknown:
@@ -151,7 +157,9 @@ class FP4Config(QuantizationConfigMixin):
         self.compute_dtype = _COMPUTE_DTYPES[compute_dtype] if compute_dtype in [*_COMPUTE_DTYPES] else compute_dtype
         self.layout, self.on_unsupported = layout, on_unsupported
         self.dequantize, self.backend, self.fuse_projections = dequantize, backend, fuse_projections
+        self.origin = origin
         self.stored: dict | None = None  # of a model's checkpoint: what stands beside our fields, see `to_dict`
+        self.foreign: dict | None = None  # the quantization_config of a checkpoint by another tool, until it is read
         self.requested: FP4Config | None = None  # what a user passed beside a quantized checkpoint
         self.post_init()
 
@@ -164,6 +172,8 @@ class FP4Config(QuantizationConfigMixin):
         for name in ("dequantize", "error_feedback", "channel_weights", "fuse_projections"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a bool.")
+        if self.origin is not None and not isinstance(self.origin, str):
+            raise ValueError(f"origin={self.origin!r} is not a string.")
         if self.activation_format not in (None, "same"):
             raise ValueError(f"activation_format={self.activation_format!r}; allowed: None, same.")
         if self.compute_dtype is not None and self.compute_dtype not in [*_COMPUTE_DTYPES.values()]:
@@ -277,7 +287,8 @@ class FP4Config(QuantizationConfigMixin):
         """As stored in config.json.
 
         A model's checkpoint has more than our fields: in layout `own` the list `ignore` of linears left in full
-        precision, in layout `portable` all that compressed-tensors writes, with our fields under one key.
+        precision, `transposed` of experts whose dense weight is transposed, and `transforms` of inputs; in layout
+        `portable` all that compressed-tensors writes, with our fields under one key.
         """
         fields: dict[str, Any] = {"version": FORMAT_VERSION}
         for name in FIELDS:
@@ -309,13 +320,19 @@ class FP4Config(QuantizationConfigMixin):
         Raises:
             ValueError: for fields this version does not know, naming them.
         """
+        if FOREIGN_KEY in config_dict:
+            if not isinstance(config_dict[FOREIGN_KEY], dict):
+                raise ValueError(f"quantization_config: {FOREIGN_KEY}={config_dict[FOREIGN_KEY]!r} is not an object.")
+            config = cls()
+            config.foreign = config_dict[FOREIGN_KEY]
+            return (config, kwargs) if return_unused_kwargs else config
         if HF_MXFP4_KEY in config_dict:
             fields = dict(config_dict[HF_MXFP4_KEY])
             stored = {key: value for key, value in config_dict.items() if key != HF_MXFP4_KEY}
         else:
-            fields = {key: value for key, value in config_dict.items() if key not in ("quant_method", "ignore")}
-            ignore = config_dict.get("ignore")
-            stored = None if ignore is None else {"quant_method": QUANT_METHOD, "ignore": ignore}
+            fields = {key: value for key, value in config_dict.items() if key not in ("quant_method", *_OWN_KEYS)}
+            stored = {key: config_dict[key] for key in _OWN_KEYS if config_dict.get(key) is not None}
+            stored = {"quant_method": QUANT_METHOD, **stored} if stored else None
         version = fields.pop("version", FORMAT_VERSION)
         unknown = set(fields) - set(FIELDS)
         if unknown or version != FORMAT_VERSION:
@@ -343,10 +360,15 @@ class FP4Config(QuantizationConfigMixin):
     def contradictions(self, requested: FP4Config) -> list[str]:
         """Fields that `requested` spells out with other values than this (a checkpoint's) config has."""
         return [
-            f"{name}={getattr(requested, name)!r} (the checkpoint: {getattr(self, name)!r})"
+            f"{name}={getattr(requested, name)!r} (the checkpoint: {self._says(name)})"
             for name in (*RECIPE_KEYS, *_WHOLE_MODEL_KEYS, "modules_to_not_convert", "overrides")
-            if name in requested.given and getattr(requested, name) != getattr(self, name)
+            if name in requested.given and f"{getattr(requested, name)!r}" != self._says(name)
         ]
+
+    def _says(self, name: str) -> str:
+        """A field as errors show it; what another tool did is not known."""
+        unknown = self.origin is not None and name in RECIPE_KEYS[1:]
+        return f"made by {self.origin}" if unknown else f"{getattr(self, name)!r}"
 
 
 _signature = inspect.signature(FP4Config.__init__)

@@ -133,7 +133,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         if isinstance(module, FP4Linear):
             # Parameters stay on the packed module's device; the bias is the same parameter.
             dense = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            dense.weight = nn.Parameter(module.weight.to(dtype))
+            dense.weight = nn.Parameter(module.dense("weight", dtype))
             dense.bias = None if module.bias is None else nn.Parameter(module.bias.data.to(dtype))
         elif isinstance(module, FP4Experts):
             dense = skeleton.get_submodule(path)

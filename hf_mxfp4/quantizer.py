@@ -12,26 +12,17 @@ import transformers
 from packaging import version
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import PrefixChange
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from hf_mxfp4 import conversion, fusion, packing, whole_model
-from hf_mxfp4.checkpoint_files import StoredTensor, read_header
-from hf_mxfp4.checkpoints import (
-    FULL_PRECISION,
-    HF_MXFP4_KEY,
-    LAYOUTS,
-    OUTLIER_ENDINGS,
-    PACKED_ENDINGS,
-    Expected,
-    check_scales,
-    check_stored,
-    compressed_tensors_config,
-)
-from hf_mxfp4.config import QUANT_METHOD, FP4Config
+from hf_mxfp4 import conversion, foreign, fusion, packing, stored, whole_model
+from hf_mxfp4.checkpoint_files import StoredTensor
+from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS, check_scales, compressed_tensors_config
+from hf_mxfp4.config import FOREIGN_KEY, QUANT_METHOD, FP4Config
 from hf_mxfp4.modules import FP4Linear
 from hf_mxfp4.outliers import check as check_outliers
+from hf_mxfp4.packed import TRANSFORMS
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +40,7 @@ class FP4HfQuantizer(HfQuantizer):
         self.layout = "own"
         self.dense = not self.pre_quantized  # until the planned modules are packed
         self.loader: conversion.QuantizeOnLoad | None = None
+        self.adoption: foreign.Adoption | None = None  # of a checkpoint by another tool, until its tensors are in
         self.weight_names: set[str] = set()
         self.headers: dict[str, StoredTensor] = {}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -63,11 +55,23 @@ class FP4HfQuantizer(HfQuantizer):
                 f"transformers {transformers.__version__} is not supported: hf_mxfp4 works with {lowest} up to, not "
                 f'including, {below}. Run `pip install "transformers>={lowest},<{below}"`.'
             )
+        if not self.pre_quantized and self.quantization_config.origin is not None:
+            raise ValueError(
+                f"origin={self.quantization_config.origin!r} is said of a model that another tool quantized; leave it "
+                "out to quantize this one."
+            )
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
                 "device_map sends modules to disk, which works for a saved FP4 model only: load once without disk, "
                 "save_pretrained, and load the saved model with this device_map."
             )
+        if self.quantization_config.foreign is None:
+            self._check_request()
+        else:
+            foreign.check_device_map(device_map)
+
+    def _check_request(self) -> None:
+        """Refuse a config beside a quantized checkpoint that says otherwise."""
         requested = self.quantization_config.requested
         conflicts = self.quantization_config.contradictions(requested) if requested is not None else []
         if conflicts:
@@ -79,28 +83,48 @@ class FP4HfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         config = self.quantization_config
+        if config.foreign is not None:
+            self._adopt(model, checkpoint_files)
+            return model
         self.plan = conversion.plan_modules(model, config)
         self.layout = self._choose_layout(model)
         if not self.pre_quantized:
-            self.headers = self._read_headers(f for f in checkpoint_files or () if str(f).endswith(".safetensors"))
+            self.headers = stored.read_headers(f for f in checkpoint_files or () if str(f).endswith(".safetensors"))
             self.weight_names = self.plan.weight_names(model)
-            self._check_sources(model)
+            stored.check_sources(model, self.weight_names, self.headers)
             if not config.needs_whole_model:
                 self.loader = conversion.QuantizeOnLoad(self.plan, config)
             return model
-        self.headers = self._read_headers(checkpoint_files)
+        self.headers = stored.read_headers(checkpoint_files)
         if config.outlier_fallback and not self.headers:
             raise ValueError("a model with outliers is loaded from safetensors files, not from a state dict.")
-        self._adapt_plan(model)
+        stored.adapt_plan(model, self.plan, config, self.headers)
         packing.replace_with_empty(model, self.plan, config)
+        stored.add_transforms(model, self.plan, config, self.headers)
         if self.headers:
-            self._check_headers(model)
+            stored.check_headers(model, self.plan, self.headers, self)
         return model
+
+    def _adopt(self, model, checkpoint_files) -> None:
+        """Find places for what another tool packed, and put empty packed modules there."""
+        config = self.quantization_config
+        checkpoint = foreign.checkpoint_of(checkpoint_files, model, config.foreign)
+        self.adoption, self.headers = foreign.Adoption(model, checkpoint), checkpoint.tensors
+        self.plan = self.adoption.plan(model, config)
+        if config.requested is not None and "layout" in config.requested.given:
+            config.layout = config.requested.layout
+        self._check_request()
+        packing.replace_with_empty(model, self.plan, config)
+        self.adoption.hide_buffers(model)
+        config.foreign = None
+        text = model.config.get_text_config(decoder=True)
+        if text is not model.config and hasattr(text, "quantization_config"):
+            del text.quantization_config  # would be saved, and believed of weights that are no longer packed so
 
     def _choose_layout(self, model) -> str:
         """A checkpoint of ours says which layout it is in; a new one is portable where every reader gets it right."""
         config = self.quantization_config
-        if self.pre_quantized:
+        if self.pre_quantized and (config.stored is not None or config.origin is None):
             return "portable" if config.is_portable else "own"
         reason = None
         if any(conversion.looks_like_experts(name, module) for name, module in model.named_modules()):
@@ -110,84 +134,11 @@ class FP4HfQuantizer(HfQuantizer):
             )
         elif config.outlier_fallback or any(recipe.macro_block for recipe in self.plan.linears.values()):
             reason = "macro-blocks or outliers, which no other reader knows"
+        elif any(name.rpartition(".")[2] in TRANSFORMS for name, _ in model.named_buffers()):
+            reason = "layers whose inputs are transformed"
         if config.layout == "portable" and reason:
             raise ValueError(f'layout="portable" cannot hold {reason}. Use layout="auto" or "own".')
         return config.layout if config.layout != "auto" else "own" if reason else "portable"
-
-    def _read_headers(self, checkpoint_files) -> dict[str, StoredTensor]:
-        headers: dict[str, StoredTensor] = {}
-        for file in checkpoint_files or ():
-            if not str(file).endswith(".safetensors"):
-                raise ValueError(f"{file}: FP4 checkpoints are read from safetensors only, never from pickle files.")
-            headers.update(read_header(file))
-        return headers
-
-    def _names_in_model(self, model, quantizer) -> dict[str, tuple[str, bool]]:
-        """Where each stored tensor loads: its name in the model, and whether it is one part of that tensor."""
-        mapping = get_model_conversion_mapping(model, None, quantizer)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        state, names = model.state_dict(), {}
-        for key in self.headers:
-            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-            if name not in state and key in state:  # as the loader does: the key was right as it was
-                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
-            names[key] = (name, pattern is not None)
-        return names
-
-    def _check_sources(self, model) -> None:
-        """Weights to be quantized must be stored in full precision: the loader would cast anything to the dtype."""
-        for key, (name, _) in self._names_in_model(model, None).items():
-            if name in self.weight_names and self.headers[key].dtype not in FULL_PRECISION:
-                raise ValueError(
-                    f"{key}: dtype {self.headers[key].dtype} in {self.headers[key].file} cannot be quantized; "
-                    f"allowed: {', '.join(FULL_PRECISION)}. Load the original full-precision checkpoint."
-                )
-
-    def _adapt_plan(self, model) -> None:
-        """Fit the plan to a checkpoint saved from another head's point of view: pack what is stored packed though it
-        is kept here by default, and leave new heads, of which nothing is stored, in full precision."""
-        stored = {name for name, _ in self._names_in_model(model, None).values()}
-        for name in [name for name in self.plan.kept if f"{name}.weight_scale" in stored]:
-            recipe = self.quantization_config.recipe(*conversion.aliases(model, name))
-            if recipe is not None and type(model.get_submodule(name)) is nn.Linear:
-                self.plan.linears[name] = recipe
-                del self.plan.kept[name]
-        modules = {name.rpartition(".")[0] for name in stored}
-        for name in [name for name in self.plan.linears if self.headers and name not in modules]:
-            conversion.keep_new_head(model, self.plan, name)
-
-    def _check_headers(self, model) -> None:
-        """Every tensor of a packed module must be in the checkpoint with its exact dtype and shape, and nothing
-        packed may be stored for modules that are not."""
-        found: dict[str, list[tuple[str, StoredTensor]]] = {}
-        names = self._names_in_model(model, self)
-        for key, (name, _) in names.items():
-            found.setdefault(name, []).append((key, self.headers[key]))
-        split = {name for name, is_part in names.values() if is_part}
-        expected, state = {}, model.state_dict()
-        for path in (*self.plan.linears, *self.plan.experts):
-            module = model.get_submodule(path)
-            _size_outliers(module, path, found)
-            for leaf, _ in module.named_parameters():
-                expected[f"{path}.{leaf}"] = Expected(None, tuple(module.get_parameter(leaf).shape))
-            for leaf, buffer in module.named_buffers(recurse=False):
-                name, shape = f"{path}.{leaf}", tuple(buffer.shape)
-                if name in split:
-                    merged = 2 if "gate_up_proj" in leaf else 1
-                    each = (1,) if leaf.endswith("global_scale") else (shape[1] // merged, shape[2])
-                    expected[name] = Expected(buffer.dtype, each, shape[0] * merged)
-                else:
-                    expected[name] = Expected(buffer.dtype, shape)
-        check_stored(expected, found)
-        modules = {name for name, _ in model.named_modules()}
-        for name in found:
-            if name not in state and name.endswith(PACKED_ENDINGS) and name.rpartition(".")[0] in modules:
-                raise ValueError(
-                    f"the checkpoint holds packed tensors (such as {found[name][0][0]}) for modules that its "
-                    "quantization_config leaves in full precision. Its config.json was edited or belongs to another "
-                    "checkpoint; download or quantize it again."
-                )
 
     # --- while loading -----------------------------------------------------------------------------------------------
 
@@ -208,6 +159,8 @@ class FP4HfQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions, model=None):
         """Put the conversions of packed tensors before the model's own."""
+        if self.adoption is not None:
+            return [self.adoption.set_aside, *weight_conversions]
         if self.dense:
             return weight_conversions
         return conversion.weight_conversions(weight_conversions, model or self._model, self.plan, self.layout)
@@ -232,9 +185,13 @@ class FP4HfQuantizer(HfQuantizer):
             else:
                 self._quantize_loaded(model)
             self.dense, self.loader = False, None
-            used = [c for c in model._weight_conversions or () if isinstance(c, PrefixChange)]
-            own = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
-            model._weight_conversions = self.update_weight_conversions(own + used, model)
+            self._renew_conversions(model)
+        if self.adoption is not None:
+            self.adoption.fill(model)
+            self.adoption.report(self.quantization_config)
+            self.adoption = None
+            self.layout = self._choose_layout(model)
+            self._renew_conversions(model)
         self._check_packed(model)
         self._cast_renamed(model)
         del self._model
@@ -250,14 +207,20 @@ class FP4HfQuantizer(HfQuantizer):
             fusion.fuse_projections(model)
         return model
 
+    def _renew_conversions(self, model) -> None:
+        """Describe how the model is saved, now that its modules are packed."""
+        used = [c for c in model._weight_conversions or () if isinstance(c, PrefixChange)]
+        own = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+        model._weight_conversions = self.update_weight_conversions(own + used, model)
+
     def _quantize_loaded(self, model) -> None:
         """Quantize a dense model in place, which needs all of its weights at once."""
         config = self.quantization_config
         if self.headers:
-            stored = {name for name, _ in self._names_in_model(model, None).values()}
-            for name in [name for name in self.plan.linears if f"{name}.weight" not in stored]:
+            found = {name for name, _ in stored.names_in_model(model, self.headers).values()}
+            for name in [name for name in self.plan.linears if f"{name}.weight" not in found]:
                 conversion.keep_new_head(model, self.plan, name)
-            conversion.check_complete(sorted(self.plan.weight_names(model) - stored))
+            conversion.check_complete(sorted(self.plan.weight_names(model) - found))
         offloaded = [name for name in self.plan.weight_names(model) if model.get_parameter(name).is_meta]
         if offloaded:
             raise ValueError(
@@ -278,7 +241,12 @@ class FP4HfQuantizer(HfQuantizer):
         linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         kept = (linears - set(self.plan.linears)) | set(self.plan.kept)
         if self.layout == "own":
-            return {"quant_method": QUANT_METHOD, "ignore": sorted(kept)}
+            found = {"quant_method": QUANT_METHOD, "ignore": sorted(kept)}
+            experts = [name for name in self.plan.experts if model.get_submodule(name).is_transposed]
+            modules = {name: [t for t in TRANSFORMS if t in m._buffers] for name, m in model.named_modules()}
+            found |= {"transposed": experts} if experts else {}
+            transforms = {name: leaves for name, leaves in modules.items() if leaves}
+            return found | ({"transforms": transforms} if transforms else {})
         return compressed_tensors_config({name: recipe.format for name, recipe in self.plan.linears.items()}, kept)
 
     def _check_packed(self, model) -> None:
@@ -289,6 +257,7 @@ class FP4HfQuantizer(HfQuantizer):
                 absent = [name for name, tensor in tensors.items() if not hasattr(tensor, "_is_hf_initialized")]
                 if absent:
                     raise ValueError(f"the state dict holds no {path}.{absent[0]}, which a packed module needs.")
+            module.prepare()
             prefixes = ["weight"] if isinstance(module, FP4Linear) else list(module.shapes)
             for prefix in prefixes:
                 outliers = module.packed_weight(prefix).outliers
@@ -298,8 +267,8 @@ class FP4HfQuantizer(HfQuantizer):
                 check_scales(f"{path}.{prefix}", module.format, scale, divisor)
                 if outliers is not None:
                     check_outliers(outliers, getattr(module, f"{prefix}_packed"), f"{path}.{prefix}")
-                if divisor is not None and bool((divisor != divisor[..., :1]).any()):
-                    raise ValueError(f"{path}.{prefix}: its merged projections have different tensor scales.")
+                if divisor is not None and bool((divisor != divisor[..., :1]).any()) and not module.is_concatenated:
+                    raise ValueError(f"{path}.{prefix}: its interleaved projections have different tensor scales.")
 
     def _report(self, model) -> None:
         packed = [model.get_submodule(path) for path in (*self.plan.linears, *self.plan.experts)]
@@ -340,15 +309,6 @@ class FP4HfQuantizer(HfQuantizer):
         return packing.dequantize_model(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
-def _size_outliers(module: nn.Module, path: str, found: dict[str, list[tuple[str, StoredTensor]]]) -> None:
-    """Give a packed module's outlier buffers the lengths the checkpoint has (and their values its dtype)."""
-    for leaf, buffer in list(module.named_buffers(recurse=False)):
-        for _, stored in found.get(f"{path}.{leaf}", ()) if leaf.endswith(OUTLIER_ENDINGS) else ():
-            tensor = stored.empty()
-            if len(stored.shape) == 1 and tensor.is_floating_point() == buffer.is_floating_point():
-                setattr(module, leaf, tensor if tensor.is_floating_point() else tensor.to(buffer.dtype))
-
-
 def _tokenizer(model):
     """The tokenizer that belongs to a loaded model."""
     return transformers.AutoTokenizer.from_pretrained(model.name_or_path)
@@ -364,10 +324,20 @@ class PortableConfig(auto.CompressedTensorsConfig):
         return target.from_dict(config_dict, return_unused_kwargs=return_unused_kwargs, **kwargs)
 
 
+class ForeignConfig(FP4Config):
+    """Stands at a quant_method that transformers does not know and `layouts` does; its dicts become `FP4Config`."""
+
+    @classmethod
+    def from_dict(cls, config_dict, return_unused_kwargs=False, **kwargs):
+        return FP4Config.from_dict({FOREIGN_KEY: config_dict}, return_unused_kwargs=return_unused_kwargs, **kwargs)
+
+
 def register() -> None:
-    """Make transformers know `quant_method: hf_mxfp4`, and our portable checkpoints. Safe to call twice."""
+    """Make transformers know `quant_method: hf_mxfp4`, our portable checkpoints and ModelOpt's. Safe to call twice."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = FP4Config
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = FP4HfQuantizer
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[LAYOUTS["portable"].quant_method] = PortableConfig
+    for method in ("modelopt", "modelopt_fp4"):
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, ForeignConfig)
     if FP4Config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
         auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, FP4Config)

@@ -96,11 +96,6 @@ def test_bad_tensor_scale(layout, value, tmp_path):
     refuse(layout, tmp_path, r"proj.*: the tensor scale is \[.*not a positive number", change)
 
 
-def test_merged_experts_with_different_tensor_scales(tmp_path):
-    change = put(f"{EXPERT}.weight_global_scale", lambda old: old * 2)
-    refuse("own", tmp_path, r"layers.1.mlp.experts.gate_up_proj: its merged projections have different", change)
-
-
 @layouts
 @pytest.mark.parametrize("damage", ["short", "header only", "8 bytes", "empty", "text", "no end", "longer"])
 def test_damaged_file(layout, damage, tmp_path):

@@ -24,8 +24,8 @@ from tiny_models import (
 )
 
 from demo_data import held_out_stream
-from evaluation import bits_per_weight, score, spread_windows, weight_error
 from hf_mxfp4 import FP4Config, dequantize
+from hf_mxfp4.evaluation import bits_per_weight, score, spread_windows, weight_error
 
 SEARCH = {"format": "mxfp4", "macro_block": "search"}
 CORRECTIONS = {

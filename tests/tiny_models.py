@@ -157,4 +157,5 @@ def assert_same_tensors(state: dict, other: dict):
     assert state.keys() == other.keys()
     for key, value in state.items():
         assert value.dtype == other[key].dtype and value.shape == other[key].shape, key
-        assert torch.equal(value.contiguous().view(torch.uint8), other[key].contiguous().view(torch.uint8)), key
+        one, two = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (value, other[key]))
+        assert torch.equal(one, two), key
