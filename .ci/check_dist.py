@@ -20,10 +20,12 @@ def check_contents(checkout: Path, dist: Path) -> list[str]:
     """The modules of the wheel, after comparing both archives with the files of the checkout."""
     sources = [f.relative_to(checkout) for d in ("hf_mxfp4", "integrations") for f in (checkout / d).rglob("*")]
     compiled = [f for f in sources if f.suffix in (".c", ".h")]  # in the sdist, where they are compiled
-    sources = [f for f in sources if f.suffix in (".py", ".json")]
+    sources = [f for f in sources if f.suffix in (".py", ".json")] + [Path("model_cards/template.md")]
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
 
     installed = {f if f.parts[0] == "hf_mxfp4" else Path("hf_mxfp4", f) for f in sources}
+    commands = {f for f in installed if "optimum_commands" in f.parts}
+    installed = installed - commands | {Path("optimum/commands/register", f.name) for f in commands}
     packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     packed = {f for f in packed if not f.match("hf_mxfp4/kernels/_cpu.*")}  # not there without a C compiler
     assert packed == installed, f"wheel: missing {installed - packed}, unexpected {packed - installed}"
@@ -32,7 +34,8 @@ def check_contents(checkout: Path, dist: Path) -> list[str]:
         packed = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
     missing = {*sources, *compiled, Path("LICENSE"), Path("README.md"), Path("pyproject.toml")} - packed
     assert not missing, f"sdist: missing {missing}"
-    return sorted(".".join(f.with_suffix("").parts).removesuffix(".__init__") for f in installed if f.suffix == ".py")
+    modules = [f for f in installed if f.suffix == ".py" and f.parts[0] == "hf_mxfp4"]
+    return sorted(".".join(f.with_suffix("").parts).removesuffix(".__init__") for f in modules)
 
 
 def main(checkout: Path, dist: Path) -> None:

@@ -19,6 +19,7 @@ else:
     import tomli as tomllib  # comes with pytest on Python 3.10
 
 ROOT = Path(__file__).parents[1]
+OPTIMUM = ROOT / "integrations/optimum_commands"  # installed into a folder of optimum's
 
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
@@ -26,10 +27,10 @@ ORDER = (
     *("kernels", "operands", "dispatch", "ops", "experts_ops", "quantization", "packed", "modules"),
     *("checkpoint_files", "checkpoint_writer", "checkpoints", "layouts", "recipe", "config", "packing", "fusion"),
     *("conversion", "calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs"),
-    *("calibration", "whole_model", "quantizer", "loading", "analysis", "export", "inspection", "verification"),
-    *("evaluation", "tuner", "doctor", "streaming", "hub", "cli"),
+    *("calibration", "whole_model", "stored", "foreign", "quantizer", "loading", "analysis", "export", "inspection"),
+    *("verification", "evaluation", "tuner", "doctor", "streaming", "hub", "cli"),
 )
-KNOW_TRANSFORMERS = {"config", "conversion", "quantizer", "loading", "streaming", "hub", "cli"}
+KNOW_TRANSFORMERS = {*("config", "conversion", "stored", "foreign", "quantizer", "loading", "streaming", "hub", "cli")}
 
 
 class Import(NamedTuple):
@@ -93,8 +94,13 @@ def allow_none(found: list[Import]) -> None:
 def test_packages_equal_folders():
     """A package missing from the list works in an editable install and is absent from the wheel."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {file.parent for file in python_files("hf_mxfp4", "integrations")}
-    assert sorted(setuptools["packages"]) == sorted(".".join(package_of(folder / "x.py")) for folder in folders)
+    folders = {file.parent for file in python_files("hf_mxfp4", "integrations")} - {OPTIMUM}
+    expected = {".".join(package_of(folder / "x.py")) for folder in folders}
+    expected.add("hf_mxfp4.model_cards")  # of which only the template is installed
+    expected.add("optimum.commands.register")  # a namespace of optimum's
+    assert setuptools["package-dir"]["optimum.commands.register"] == OPTIMUM.relative_to(ROOT).as_posix()
+    assert not (OPTIMUM / "__init__.py").exists()
+    assert sorted(setuptools["packages"]) == sorted(expected)
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a checkpoint is loaded, by whom: the examples of a model card."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, NamedTuple
+
+from hf_mxfp4.checkpoint_files import Checkpoint
+from hf_mxfp4.checkpoints import LAYOUTS
+from hf_mxfp4.hub.markdown import fenced, one_line, quoted
+from hf_mxfp4.inspection import Inspection
+
+
+class Task(NamedTuple):
+    """A head of transformers' models: its pipeline on the Hub, its auto class, what prepares its input."""
+
+    pipeline: str
+    auto_class: str
+    processor: str = "AutoTokenizer"
+
+
+# By the ending of an architecture's name.
+_TASKS = {
+    "ForCausalLM": Task("text-generation", "AutoModelForCausalLM"),
+    "LMHeadModel": Task("text-generation", "AutoModelForCausalLM"),
+    "ForMaskedLM": Task("fill-mask", "AutoModelForMaskedLM"),
+    "ForSequenceClassification": Task("text-classification", "AutoModelForSequenceClassification"),
+    "ForTokenClassification": Task("token-classification", "AutoModelForTokenClassification"),
+    "ForQuestionAnswering": Task("question-answering", "AutoModelForQuestionAnswering"),
+    "ForImageClassification": Task("image-classification", "AutoModelForImageClassification", "AutoImageProcessor"),
+    "ForSpeechSeq2Seq": Task("automatic-speech-recognition", "AutoModelForSpeechSeq2Seq", "AutoProcessor"),
+    "WhisperForConditionalGeneration": Task(
+        "automatic-speech-recognition", "AutoModelForSpeechSeq2Seq", "AutoProcessor"
+    ),
+}
+_SEES = Task("image-text-to-text", "AutoModelForImageTextToText", "AutoProcessor")
+
+
+def task_of(config: dict[str, Any]) -> Task | None:
+    """What a model is for, by its architecture; `None` if that does not say."""
+    names = config.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if name.endswith("ForConditionalGeneration") and "vision_config" in config:
+        return _SEES
+    return next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
+
+
+def is_portable(checkpoint: Checkpoint) -> bool:
+    """Whether it is in compressed-tensors' layout, which vLLM and transformers read."""
+    return (checkpoint.quantization or {}).get("quant_method") == LAYOUTS["portable"].quant_method
+
+
+def has_experts(checkpoint: Checkpoint) -> bool:
+    """Whether packed weights of experts are among its tensors."""
+    return any(".experts." in name for name in checkpoint.tensors)
+
+
+def usage(checkpoint: Checkpoint, inspection: Inspection, name: str) -> dict[str, str]:
+    """Blocks of code: `ours`, and where this layout works there, `vllm` and `alone` (else empty)."""
+    task = task_of(checkpoint.config) or Task("", "AutoModel")
+    classes = f"from transformers import {task.auto_class}, {task.processor}"
+    load = f"{task.auto_class}.from_pretrained({quoted(name)}"
+    prepare = f"tokenizer = {task.processor}.from_pretrained({quoted(name)})"
+    if task.processor != "AutoTokenizer":
+        prepare = f"processor = {task.processor}.from_pretrained({quoted(name)})"
+    if inspection.recipe is not None:
+        ours = f"import hf_mxfp4  # registers the format with transformers\n{classes}\n\nmodel = {load}"
+    else:
+        ours = f"import hf_mxfp4\nfrom transformers import {task.processor}\n\nmodel = hf_mxfp4.load({quoted(name)}"
+    ours += f', device_map="auto")\n{prepare}'
+    if task.pipeline == "text-generation":
+        ours += '\ninputs = tokenizer("The sun", return_tensors="pt").to(model.device)\n'
+        ours += "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"
+    served = is_portable(checkpoint) and task.pipeline in ("text-generation", "image-text-to-text")
+    alone = is_portable(checkpoint) and not has_experts(checkpoint)
+    return {
+        "ours": fenced(ours, "python"),
+        "vllm": fenced(f"vllm serve {shlex.quote(one_line(name))}", "sh") if served else "",
+        "alone": fenced(f'{classes}\n\nmodel = {load}, device_map="auto")\n{prepare}', "python") if alone else "",
+    }
