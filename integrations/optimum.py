@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibration data of optimum (the data sets of the GPTQ paper), by name: FP4Config(calibration="wikitext2")."""
+"""Data sets of optimum (those of the GPTQ paper), by name: FP4Config(calibration="wikitext2"), evaluate --text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 DATA_SETS = ("wikitext2", "c4", "c4-new")  # of optimum 2.3, `optimum/gptq/data.py`
 
 
-def token_rows(name: str, tokenizer, samples: int, length: int, seed: int) -> list[torch.Tensor]:
+def token_rows(name: str, tokenizer, samples: int, length: int, seed: int, split: str = "train") -> list[torch.Tensor]:
     """Token ids of `samples` random pieces of a data set; the generators are left as they are found.
 
     Args:
@@ -20,6 +20,7 @@ def token_rows(name: str, tokenizer, samples: int, length: int, seed: int) -> li
         samples: S.
         length: L.
         seed: of the choice of pieces.
+        split: `"train"`, or `"validation"` (of wikitext2 the test split).
 
     Returns:
         S tensors int64 `[L]`.
@@ -35,7 +36,7 @@ def token_rows(name: str, tokenizer, samples: int, length: int, seed: int) -> li
         from optimum.gptq.data import get_dataset
 
         with torch.random.fork_rng():
-            rows = get_dataset(name, tokenizer, nsamples=samples, seqlen=length, seed=seed)
+            rows = get_dataset(name, tokenizer, nsamples=samples, seqlen=length, seed=seed, split=split)
     except ImportError as error:
         raise ImportError("optimum or datasets is missing; run `pip install optimum datasets`") from error
     finally:

@@ -32,6 +32,7 @@ from rich.table import Table
 import hf_mxfp4
 from hf_mxfp4 import FP4Config, analysis, reference
 from hf_mxfp4.cli import local_folder
+from hf_mxfp4.evaluation import bits_per_weight, score, spread_windows, weight_error
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
 from hf_mxfp4.outliers import Budget
 from hf_mxfp4.scales import SCALE_RULES
@@ -233,8 +234,6 @@ def measure_model(variant: Variant, model: str, base: Remembered, rows: torch.Te
     """
     from transformers import AutoModelForCausalLM
 
-    from evaluation import bits_per_weight, score, weight_error
-
     row: dict = {}
     for seed in range(seeds if variant.is_calibrated else 1):
         more = {"calibration_seed": seed} if variant.is_calibrated else {}
@@ -261,7 +260,6 @@ PERPLEXITIES = {"perplexity": "w4a16", "perplexity_w4a4": "w4a4"}
 def held_out_windows(tokenizer, text: Path | None, tokens: int) -> torch.Tensor:
     """Token windows int64 `[W, SEQUENCE + 1]` of a text file, or of the demo model's held-out text."""
     from demo_data import held_out_stream, token_stream
-    from evaluation import spread_windows
 
     stream = held_out_stream(tokenizer) if text is None else token_stream(tokenizer, [text.read_text("utf-8")])
     return spread_windows(stream, tokens, SEQUENCE)
@@ -380,8 +378,6 @@ def main(
         base, tokenizer = Remembered(run[0]), run[1]
         rows = held_out_windows(tokenizer, text, tokens)
         texts = _calibration_texts(calibration_text)
-        from evaluation import score
-
         about |= {"tokens": rows[:, 1:].numel(), "seeds": seeds}
         about["perplexity"] = score({"base": base}, "base", rows)["base"].perplexity.mean
     file = output / f"accuracy_{name.replace('all-MiniLM-L6-v2', 'minilm')}.json"

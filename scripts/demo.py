@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
 from demo_data import HELD_OUT_MODULES, Problem, held_out_stream
-from evaluation import Scores, bits_per_weight, score, spread_windows, weight_error
 from hf_mxfp4 import FP4Config
+from hf_mxfp4.evaluation import Scores, bits_per_weight, score, spread_windows, weight_error
 
 SEQUENCE = 256  # predicted tokens of a window
 CODE_PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'

@@ -34,9 +34,9 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_mxfp4
-from evaluation import Estimate, bits_per_weight
 from hf_mxfp4 import FP4Config
-from hf_mxfp4.integrations.lm_eval import as_lm
+from hf_mxfp4.evaluation import Estimate, bits_per_weight
+from hf_mxfp4.integrations import lm_eval
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande")
 BASE = "bf16"
@@ -82,19 +82,7 @@ def find_tasks(names: list[str]):
     Raises:
         ValueError: for unknown names, and tasks without an accuracy.
     """
-    from lm_eval.tasks import TaskManager
-
-    folders = [name for name in names if Path(name).is_dir()]
-    found = [name for name in names if name not in folders]
-    if folders:
-        found += TaskManager(include_path=folders, include_defaults=False).all_subtasks
-    manager = TaskManager(include_path=folders or None, include_defaults=len(folders) < len(names))
-    unknown = sorted(set(found) - set(manager.all_tasks))
-    if unknown or not found:
-        raise ValueError(
-            f"lm-eval has no task {', '.join(unknown) or 'in ' + ', '.join(names)}; see lm-eval ls tasks."
-        )
-    tasks = manager.load(found)["tasks"]  # reads the data: what cannot be downloaded shows before a model is loaded
+    manager, tasks = lm_eval.find_tasks(names)  # reads the data: what cannot be had shows before a model is loaded
     wrong = [name for name, task in tasks.items() if not set(METRICS) & set(task.aggregation())]
     if wrong:
         raise ValueError(f"{', '.join(wrong)}: no {' or '.join(METRICS)} there; multiple-choice tasks are needed.")
@@ -112,7 +100,7 @@ def evaluate(model: str, config: FP4Config | None, manager, tasks: list[str], li
     quantization = {} if config is None else {"quantization_config": config}
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map=device, **quantization)
     # In bfloat16, lm-eval's default, sums of log-probabilities are so coarse that choices tie.
-    lm = as_lm(loaded, AutoTokenizer.from_pretrained(model), batch_size, softmax_dtype="float32")
+    lm = lm_eval.as_lm(loaded, AutoTokenizer.from_pretrained(model), batch_size, softmax_dtype="float32")
     options = {"num_fewshot": 0, "limit": limit, "bootstrap_iters": 0}
     samples = simple_evaluate(lm, tasks=tasks, task_manager=manager, **options)["samples"]
     scores = {}

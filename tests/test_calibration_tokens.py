@@ -211,8 +211,11 @@ def test_data_set_that_nobody_knows(providers):
 
 
 def test_optimum(monkeypatch):
-    def get_dataset(name, tokenizer, nsamples, seqlen, seed):
+    splits = []
+
+    def get_dataset(name, tokenizer, nsamples, seqlen, seed, split):
         assert (name, nsamples, seqlen) == ("c4", 3, 5)
+        splits.append(split)
         random.seed(seed)
         numpy.random.seed(seed)
         torch.manual_seed(seed)
@@ -224,6 +227,8 @@ def test_optimum(monkeypatch):
     assert [row.tolist() for row in rows] == [[0] * 5, [1] * 5, [2] * 5]
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
     assert (numpy.random.get_state()[1] == states[2]).all()
+    token_rows("c4", None, 3, 5, 7, split="validation")
+    assert splits == ["train", "validation"]
     with pytest.raises(LookupError, match="optimum knows wikitext2, c4, c4-new"):
         token_rows("dogs", None, 3, 5, 7)
 

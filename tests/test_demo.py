@@ -2,23 +2,18 @@
 """`make demo` on the bundled model, shortened: its figures, its files, its errors; and the measures it shares."""
 
 import json
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from matplotlib import image
-from torch import nn
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import demo  # noqa: E402  (sibling modules of the scripts, found through the line above)
-import evaluation  # noqa: E402
+import demo  # noqa: E402  (a script, found through the line above)
 
 
 def test_demo(tmp_path):
@@ -103,43 +98,3 @@ def test_missing_matplotlib_is_explained(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         demo.parse_arguments()
     assert "pip install hf-mxfp4[plot]" in capsys.readouterr().err
-
-
-class Constant(nn.Module):
-    """A language model that expects the same next token, whatever came before."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *probabilities: float):
-        super().__init__()
-        self.logits = torch.tensor(probabilities).log() + 3  # logits are no log-probabilities
-
-    def forward(self, input_ids, use_cache):
-        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
-
-
-def test_scores_equal_closed_forms():
-    rows = torch.tensor([[0, 0, 1], [1, 0, 0], [1, 1, 1]])
-    told = []
-    models = {"base": Constant(0.5, 0.5), "same": Constant(0.5, 0.5), "other": Constant(0.8, 0.2)}
-    scores = evaluation.score(models, "base", rows, 2, told.append)
-    assert told == [2, 2, 2, 1, 1, 1] and list(scores) == list(models)
-    reference = scores["base"]
-    assert reference.divergence.tolist() == [0, 0, 0]
-    assert reference.perplexity.mean == pytest.approx(2) and reference.perplexity.error == pytest.approx(0, abs=1e-6)
-    assert scores["same"].kl.mean == pytest.approx(0, abs=1e-7)
-    other = scores["other"]
-    # Three of six predicted tokens are 0; windows hold 1, 2 and 0 of them.
-    assert other.kl.mean == pytest.approx(0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2), rel=1e-6)
-    assert other.loss.tolist() == pytest.approx([-math.log(0.4), -math.log(0.8), -math.log(0.2)], rel=1e-6)
-    assert other.perplexity.mean == pytest.approx(2.5)
-    assert other.perplexity.error == pytest.approx(2.5 * math.log(2) / math.sqrt(3))
-    assert other.perplexity_increase(reference).mean == pytest.approx(0.25)
-
-
-def test_windows_are_spread_over_the_text():
-    rows = evaluation.spread_windows(torch.arange(101), tokens=29, seq=10)
-    assert rows[:, 0].tolist() == [0, 50] and rows.shape == (2, 11)
-    assert evaluation.spread_windows(torch.arange(101), tokens=10**6, seq=10)[:, 0].tolist() == list(range(0, 100, 10))
-    with pytest.raises(ValueError, match="at least 11"):
-        evaluation.spread_windows(torch.arange(10), tokens=10, seq=10)

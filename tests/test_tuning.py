@@ -603,7 +603,7 @@ def test_tune_for_a_model(made_gpu, tmp_path):
 def test_a_stopped_command_says_how_to_go_on(made_gpu, monkeypatch):
     monkeypatch.setattr(tuner, "Bench", lambda device: Stopped({16: 3.0}))
     result = run(cli.app, ["tune", "--shapes", "64x32", "--tokens", "1,4"], env={"COLUMNS": "300"})
-    assert result.exit_code == 1 and "the same command goes on from" in result.output
+    assert result.exit_code == 130 and "the same command goes on from" in result.output
 
 
 def test_a_table_that_cannot_be_written_is_named(made_gpu, monkeypatch, tmp_path):

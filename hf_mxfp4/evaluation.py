@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a quantized causal LM is from the full-precision one it was made of: divergence, perplexity, weight error.
 
-Shared by the demo and the benchmark scripts, which import it as a sibling.
+Models are called as `model(input_ids=[b, S], use_cache=False).logits`, and say where they are (`model.device`).
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from demo_data import windows
-from hf_mxfp4 import FP4Experts, FP4Linear, dequantize
+from hf_mxfp4.modules import FP4Experts, FP4Linear
+from hf_mxfp4.ops import dequantize
 
 
 class Estimate(NamedTuple):
@@ -45,7 +47,7 @@ class Scores(NamedTuple):
         loss = estimate(self.loss)
         return Estimate(math.exp(loss.mean), math.exp(loss.mean) * loss.error)
 
-    def perplexity_increase(self, reference: "Scores") -> Estimate:
+    def perplexity_increase(self, reference: Scores) -> Estimate:
         """Perplexity over the reference's, minus 1. Paired by window: the difficulty of the text cancels."""
         change = estimate(self.loss - reference.loss)
         return Estimate(math.expm1(change.mean), math.exp(change.mean) * change.error)
@@ -67,10 +69,13 @@ def spread_windows(stream: torch.Tensor, tokens: int, seq: int = 256) -> torch.T
 
     Returns:
         `torch.Tensor` int64 `[W, seq + 1]`.
+
+    Raises:
+        ValueError: for a text shorter than one window.
     """
     if len(stream) <= seq:
         raise ValueError(f"the text has {len(stream)} tokens; at least {seq + 1} are needed for one window.")
-    rows = torch.cat(list(windows(stream, seq, 1)))
+    rows = stream.unfold(0, seq + 1, seq)  # each overlaps the next by one token
     count = min(max(1, tokens // seq), len(rows))
     return rows[torch.arange(count) * len(rows) // count]
 
@@ -97,6 +102,9 @@ def score(
 
     Returns:
         `dict[str, Scores]`: scores by name, in the order of `models`; the reference's divergence is zero.
+
+    Raises:
+        ValueError: for models with vocabularies of different sizes.
     """
     parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {name: [] for name in models}
     for chunk in rows.split(batch):
@@ -106,6 +114,9 @@ def score(
                 found, divergence = expected, torch.zeros(chunk.shape[0], 1)
             else:
                 found = _log_probabilities(model, chunk).to(expected.device)
+                if found.shape != expected.shape:
+                    sizes = f"{name} knows {found.shape[-1]} tokens, {reference} {expected.shape[-1]}"
+                    raise ValueError(f"{sizes}: name the model that it was quantized from as its reference.")
                 divergence = F.kl_div(found, expected, reduction="none", log_target=True).sum(-1)
             parts[name].append((_loss(found, chunk), divergence.double().mean(-1).cpu()))
             advance(len(chunk))
@@ -121,6 +132,31 @@ def _loss(log_probabilities: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Mean negative log-likelihood of each row's tokens but the first, float64 `[b]`, nats per token."""
     targets = rows[:, 1:, None].to(log_probabilities.device)
     return -log_probabilities.gather(-1, targets)[..., 0].double().mean(-1).cpu()
+
+
+def summary(scores: Scores, reference: Scores | None = None) -> dict[str, dict[str, float]]:
+    """Scores as evaluation.json and model cards hold them: `{"perplexity": {"mean": ..., "error": ...}, ...}`.
+
+    Args:
+        scores: of the model.
+        reference: of the model that `scores.divergence` is to; adds `kl` and `perplexity_increase` (ratio - 1).
+
+    Returns:
+        `dict`; `error` is left out for a single window.
+
+    Raises:
+        ValueError: if the model's outputs are not finite.
+    """
+    found = {"perplexity": scores.perplexity}
+    if reference is not None:
+        found |= {"kl": scores.kl, "perplexity_increase": scores.perplexity_increase(reference)}
+    for name, value in found.items():
+        if not math.isfinite(value.mean):
+            raise ValueError(f"{name} is {value.mean}: the model's logits hold NaN or Inf.")
+    return {
+        name: {"mean": value.mean} | ({} if math.isnan(value.error) else {"error": value.error})
+        for name, value in found.items()
+    }
 
 
 def packed_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
