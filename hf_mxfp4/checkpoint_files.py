@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # of a model in one file
 SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.float8_e4m3fn: "F8_E4M3",
@@ -95,7 +96,9 @@ def quantization_of(config: dict[str, Any], folder: Path) -> dict[str, Any] | No
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of a folder's safetensors files: those of its index, or all of them.
+    """Names of a folder's weight files: those of its index, else model.safetensors, else all safetensors files.
+
+    As in transformers, what else lies beside (`consolidated.safetensors`, an adapter) is no part of the model.
 
     Raises:
         ValueError: for a folder with none, an index that cannot be read, and files it names that are not there or lie
@@ -112,6 +115,8 @@ def weight_files(folder: Path) -> list[str]:
             if not (folder / name).is_file():
                 raise ValueError(f"{folder / name} is missing, and {INDEX} names it. Download the checkpoint again.")
         return names
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SET_ASIDE = "\0packed by another tool"  # no name of a tensor, and no pattern of a model's mapping matches it
 _MERGES = {"MergeModulelist", "Concatenate", "Transpose"}  # operations that make a stack of one matrix per expert
+_EXPERT = re.compile(r"(?P<path>.*experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
 
 
 class Part(NamedTuple):
@@ -220,7 +221,12 @@ def _places(model: PreTrainedModel, contents: Contents) -> dict[str, list[Part]]
         path, _, leaf = target.rpartition(".")
         matrix = contents.matrices[name]
         if target not in state or path not in modules:
-            if not any(re.search(ignore, target) for ignore in ignored):  # such as layers that predict further tokens
+            one = _one_expert(modules, target, matrix)
+            if one is not None:
+                places.setdefault(one[0], []).append(one[1])
+            elif not any(
+                re.search(ignore, target) for ignore in ignored
+            ):  # such as layers that predict further tokens
                 homeless.append(name)
             continue
         if pattern is None:
@@ -233,6 +239,10 @@ def _places(model: PreTrainedModel, contents: Contents) -> dict[str, list[Part]]
                 f"{name} is packed in the checkpoint, and {type(model).__name__} merges or splits it on load "
                 f"({', '.join(sorted(operations))}), which packed weights do not allow. Load it with its own library."
             )
+        if "MergeModulelist" not in operations:  # a whole stack: packed along K, whichever way round it is stored
+            stack = matrix._replace(transposed=modules[path].is_transposed)
+            places.setdefault(path, []).append(Part(stack, leaf))
+            continue
         place, places_ = converter.source_patterns.index(pattern), len(converter.source_patterns)
         places.setdefault(path, []).append(Part(matrix, leaf, int(number[-1]), place, places_))
     if homeless:
@@ -241,6 +251,19 @@ def _places(model: PreTrainedModel, contents: Contents) -> dict[str, list[Part]]
             f"as {homeless[0]}). Load it with the class it was saved from, or download it again."
         )
     return places
+
+
+def _one_expert(modules: dict[str, nn.Module], name: str, matrix: PackedMatrix) -> tuple[str, Part] | None:
+    """Where one expert's matrix goes in a model that is always stored with stacks, and so has no mapping for it: tools
+    that take the stacks apart store one matrix per expert even so (Qwen3-VL-MoE)."""
+    found = _EXPERT.fullmatch(name)
+    module = modules.get(found["path"]) if found else None
+    known = module is not None and conversion.looks_like_experts(found["path"], module)
+    if not known or FP4Experts.unsupported_reason(module) or module.has_bias or not module.is_concatenated:
+        return None
+    if found["leaf"] == "down" or not module.has_gate:
+        return found["path"], Part(matrix, f"{found['leaf']}_proj", int(found["number"]))
+    return found["path"], Part(matrix, "gate_up_proj", int(found["number"]), ("gate", "up").index(found["leaf"]), 2)
 
 
 def _targets(model: PreTrainedModel) -> dict[str, list[str]]:

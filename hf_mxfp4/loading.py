@@ -11,12 +11,12 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mxfp4 import layouts
-from hf_mxfp4.checkpoint_files import read_checkpoint
+from hf_mxfp4.checkpoint_files import INDEX, SINGLE, read_checkpoint, weight_map
 from hf_mxfp4.checkpoints import HF_MXFP4_KEY
 from hf_mxfp4.config import FOREIGN_KEY, QUANT_METHOD
 
-# Of a repository: weights, configs, tokenizers, and code (which only runs with trust_remote_code).
-_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
+# Of a repository, beside weights: configs, tokenizers, and code (which only runs with trust_remote_code).
+_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 _HUB = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 _OF_THE_MODEL = ("dtype", "torch_dtype", "quantization_config", "attn_implementation", "experts_implementation")
 
@@ -77,13 +77,21 @@ def load(path_or_repo: str | Path, *, auto_class=None, subfolder: str = "", **kw
 
 
 def _local(path_or_repo: str | Path, subfolder: str, hub: dict[str, Any]) -> Path:
-    """The folder of a checkpoint, downloaded if it is none of this machine."""
-    folder = Path(path_or_repo)
+    """The folder of a checkpoint, downloaded if it is none of this machine.
+
+    Of the weights, only files that transformers loads: repositories may hold the same again in other files
+    (`original/`, `consolidated.safetensors`).
+    """
+    folder, subfolder = Path(path_or_repo), subfolder.strip("/")
     if not folder.is_dir():
         if isinstance(path_or_repo, Path) or str(path_or_repo).count("/") > 1 or folder.is_absolute():
             raise ValueError(f"{path_or_repo} is no folder here, and no name of a repository on the Hub.")
         under = f"{subfolder}/" if subfolder else ""
         folder = Path(snapshot_download(str(path_or_repo), allow_patterns=[under + file for file in _FILES], **hub))
+        index = folder / subfolder / INDEX
+        weights = sorted(set(weight_map(index).values())) if index.exists() else [SINGLE]
+        hub = hub | {"revision": folder.name}  # the same commit, whatever is pushed meanwhile
+        folder = Path(snapshot_download(str(path_or_repo), allow_patterns=[under + file for file in weights], **hub))
     folder = folder / subfolder
     if not folder.is_dir():
         raise ValueError(f"{path_or_repo} has no folder {subfolder!r}.")

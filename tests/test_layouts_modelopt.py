@@ -122,6 +122,8 @@ def test_kv_cache():
     reasons = {name.rpartition(".")[2]: why for name, why in contents.skipped.items()}
     assert "KV cache" in reasons["k_scale"] and "activations" in reasons["input_scale"]
     assert any("KV cache" in note for note in contents.notes) and any("W4A4" in note for note in contents.notes)
+    mask = {"model.layers.0.mask_scale": torch.ones(4)}  # its name only ends like a cache's scale
+    assert not layouts.read(headers(stored_linear() | mask, config_of())).skipped
 
 
 def test_awq():
@@ -256,6 +258,7 @@ FAULTS = {
     "empty": (WEIGHT, torch.zeros(0, 32, dtype=torch.uint8), "not empty"),
     "float8": ("model.x.weight", torch.zeros(4, 4).to(torch.float8_e4m3fn), r"model.x.weight \(F8_E4M3\)"),
     "pre_quant_scale": (f"{LINEAR}.pre_quant_scale", torch.ones(63), r"F32 \[63\].*\[64\]"),
+    "pre_quant_scale of another layer": ("model.x.pre_quant_scale", torch.ones(64), "model.x.pre_quant_scale .* no"),
     "svd": (f"{LINEAR}.svdquant_lora_a", torch.ones(2, 64), "svdquant_lora_a: SVDQuant"),
 }
 

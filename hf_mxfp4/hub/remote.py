@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import SafetensorsParsingError
 
-from hf_mxfp4.checkpoint_files import INDEX, Checkpoint, StoredTensor, quantization_of, read_json, weight_map
+from hf_mxfp4.checkpoint_files import INDEX, SINGLE, Checkpoint, StoredTensor, quantization_of, read_json, weight_map
 from hf_mxfp4.hub.transport import persistently
 
 _SMALL = ("config.json", "hf_quant_config.json", INDEX)
@@ -76,6 +76,8 @@ def _weight_files(repo_id: str, sizes: dict[str, int | None], named: dict[str, s
             if name not in sizes or "/" in name or not name.endswith(".safetensors"):
                 raise ValueError(f"{repo_id}: {INDEX} names {name!r}, which is not a safetensors file beside it.")
         return names
+    if SINGLE in sizes:
+        return [SINGLE]
     names = sorted(name for name in sizes if "/" not in name and name.endswith(".safetensors"))
     if not names:
         raise ValueError(f"{repo_id} holds no safetensors file. Pickle files can run code and are never read.")

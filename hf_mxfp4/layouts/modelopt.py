@@ -55,8 +55,8 @@ _KV_CACHE = "scale of a quantized KV cache; the cache is kept in full precision 
 _SKIPPED = {
     "input_scale": "tensor scale of activations, which are scaled token by token here",
     "output_scale": "scale of outputs, which are not quantized here",
-    "k_scale": _KV_CACHE,
-    "v_scale": _KV_CACHE,
+    ".k_scale": _KV_CACHE,
+    ".v_scale": _KV_CACHE,
     "k_proj.k_bias": _KV_CACHE,
     "v_proj.v_bias": _KV_CACHE,
 }
@@ -85,6 +85,10 @@ def read(checkpoint: Checkpoint) -> Contents:
                 )
             used.add(algorithm)
     algorithms.refuse_missing(checkpoint, list(matrices))
+    taken = {key for matrix in matrices.values() for key in matrix.keys}
+    alone = [key for key in checkpoint.tensors if key.endswith("pre_quant_scale") and key not in taken]
+    if alone:
+        raise ValueError(f"{alone[0]} multiplies the input of no packed linear layer. {EDITED}")
     skipped = {key: why for key in checkpoint.tensors for end, why in _SKIPPED.items() if key.endswith(end)}
     producer = config.get("producer")
     version = producer.get("version") if isinstance(producer, dict) else None
