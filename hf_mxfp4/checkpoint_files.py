@@ -7,6 +7,8 @@ Safetensors only; a pickle file can run code when it is read, and is refused.
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -159,7 +161,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_bytes().decode("utf-8"))
-    except ValueError as error:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         raise ValueError(f"{path} is not JSON in UTF-8: {error}. Download it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object. Download it again.")
@@ -205,22 +207,36 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         try:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
             metadata = header.pop("__metadata__", None) or {}
-            tensors, end = {}, 0
+            if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+                raise ValueError("its metadata is not a map of texts")
+            tensors, places = {}, []
             for name, entry in header.items():
                 first, last = map(int, entry["data_offsets"])
-                end = max(end, last)
-                tensors[name] = StoredTensor(
-                    str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name, last - first
-                )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+                tensor = StoredTensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), path.name, last - first)
+                if min((0, *tensor.shape)) < 0 or 8 * tensor.nbytes != math.prod(tensor.shape) * _bits(tensor.dtype):
+                    raise ValueError(f"{name}: {tensor.nbytes} bytes are not {tensor.dtype} {list(tensor.shape)}")
+                tensors[name] = tensor
+                places.append((first, last))
+            end = 0
+            for first, last in sorted(places):
+                if first != end:
+                    raise ValueError("tensors overlap, or leave gaps")
+                end = last
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path} is not a safetensors file: its header is unreadable. Download it again."
+                f"{path} is not a safetensors file: its header is unreadable ({error}). Download it again."
             ) from error
     if 8 + length + end != size:
         raise ValueError(
             f"{path} is damaged: {size} bytes, its header describes {8 + length + end}. Download it again."
         )
     return tensors, metadata
+
+
+def _bits(dtype: str) -> int:
+    """Size of a value, which the names of stored dtypes tell: `"F8_E4M3"`, `"BF16"`; `"BOOL"` is a byte."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

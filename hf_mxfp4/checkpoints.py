@@ -34,7 +34,7 @@ FULL_PRECISION = ("BF16", "F16", "F32", "F64")  # stored dtypes a weight can be 
 OUTLIER_ENDINGS = ("_outlier_values", "_outlier_columns")  # whose length only the checkpoint knows
 PACKED_ENDINGS = ("_packed", "_scale", *OUTLIER_ENDINGS)  # of the names of packed tensors in a model
 
-LAYOUTS = {"portable": Layout("compressed-tensors", "weight_packed"), "own": Layout("hf_mxfp4", "weight")}
+WRITTEN = {"portable": Layout("compressed-tensors", "weight_packed"), "own": Layout("hf_mxfp4", "weight")}
 
 # How compressed-tensors names and describes each format in config.json.
 _CT_FORMATS = {
@@ -52,6 +52,8 @@ SIBLINGS = (
     ("w1", "w3"),
     ("query", "key", "value"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
 )
 
 
@@ -82,7 +84,7 @@ def compressed_tensors_config(modules: dict[str, BlockFormat], ignore: Iterable[
     formats = [_CT_FORMATS[fmt][0] for fmt in by_size]
     return {
         "config_groups": groups,
-        "quant_method": LAYOUTS["portable"].quant_method,
+        "quant_method": WRITTEN["portable"].quant_method,
         "kv_cache_scheme": None,
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",

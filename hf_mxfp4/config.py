@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS
+from hf_mxfp4.checkpoints import HF_MXFP4_KEY, WRITTEN
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
 from hf_mxfp4.outliers import MAX_FRACTION
 from hf_mxfp4.recipe import RECIPE_KEYS, Recipe, check_choice, check_recipe, unknown_names
@@ -166,7 +166,7 @@ class FP4Config(QuantizationConfigMixin):
     def post_init(self) -> None:
         """Check every field; see the class docstring for what is allowed."""
         check_choice("format", self.format, FORMATS)
-        check_choice("layout", self.layout, ("auto", *LAYOUTS))
+        check_choice("layout", self.layout, ("auto", *WRITTEN))
         check_choice("on_unsupported", self.on_unsupported, ("error", "keep"))
         check_choice("backend", self.backend, ("auto", "triton", "torch"))
         for name in ("dequantize", "error_feedback", "channel_weights", "fuse_projections"):

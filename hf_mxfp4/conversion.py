@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
+from transformers.core_model_loading import ConversionOps, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from hf_mxfp4.checkpoints import LAYOUTS, SIBLINGS, key_pattern
+from hf_mxfp4.checkpoints import SIBLINGS, WRITTEN, key_pattern
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.modules import FP4Experts, FP4Linear
 from hf_mxfp4.packing import Plan, empty_experts, is_packed, matrix_name, packed_linears, place
@@ -280,14 +280,17 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
     Experts that the model's mapping merges from one tensor per expert are stored one by one, with their scales;
     experts stored fused stay fused. In layout `own` codes are stored under the dense weight's name.
     """
-    packed_name = LAYOUTS[layout].packed_name
+    packed_name = WRITTEN[layout].packed_name
     ours, theirs, merged = [], [], set()
     for converter in conversions:
         target = converter.target_patterns[0]
         is_merge = isinstance(converter, WeightConverter) and len(converter.target_patterns) == 1
         if not is_merge or not _fills_experts(model, plan, target):
-            theirs.append(converter)
+            theirs.append(_for_dense(converter, plan) if isinstance(converter, WeightConverter) else converter)
             continue
+        theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
+        if not any(isinstance(operation, MergeModulelist) for operation in converter.operations):
+            continue  # it turns or joins whole stacks of full-precision experts; packed ones are stored as they are
         merged.add(target.rpartition(".")[2])
         for suffix in _SUFFIXES:
             stored = packed_name if suffix == "packed" else f"weight_{suffix}"
@@ -295,7 +298,6 @@ def weight_conversions(conversions: Iterable, model: nn.Module, plan: Plan, layo
             for prefix in _places(model, plan, converter):
                 placed = [prefix + source for source in sources]
                 ours.append(_whole_names(converter, placed, f"{prefix}{target}_{suffix}", [FuseExperts()]))
-        theirs.append(_whole_names(converter, converter.source_patterns, target, converter.operations))
     if layout == "own":
         stored = [f"{path}.weight" for path in _shortest_paths(model, plan, plan.linears)]
         projections = {p for name in plan.experts for p in model.get_submodule(name).shapes} - merged
@@ -331,7 +333,22 @@ def _whole_names(like: WeightConverter, sources: list[str], target: str, operati
     """
     whole = "(?!\\w)"
     sources = [source.removesuffix("$") + whole for source in sources]
-    converter = WeightConverter(sources, target + whole, operations)
+    return _in_scope_of(like, WeightConverter(sources, target + whole, operations))
+
+
+def _for_dense(converter: WeightConverter, plan: Plan) -> WeightConverter:
+    """A converter that splits or turns linear layers (one matrix into q, k and v), for those in full precision only.
+
+    Packed ones, and all biases, are stored as the model has them: each tensor would be joined in its own wrong way.
+    """
+    targets = converter._original_target_patterns
+    if not any(re.search(target, f"{path}.weight") for target in targets for path in plan.linears):
+        return converter
+    targets = [target.removesuffix("$") + r"(?!_|\.?weight_|\.?bias)" for target in targets]
+    return _in_scope_of(converter, WeightConverter(converter._original_source_patterns, targets, converter.operations))
+
+
+def _in_scope_of(like: WeightConverter, converter: WeightConverter) -> WeightConverter:
     for attribute in ("scope_prefix", "base_model_prefix", "force_cpu"):
         setattr(converter, attribute, getattr(like, attribute, None))
     return converter

@@ -45,12 +45,18 @@ class Scores(NamedTuple):
     def perplexity(self) -> Estimate:
         """Per-token perplexity; the error is that of the choice of text (delta method)."""
         loss = estimate(self.loss)
-        return Estimate(math.exp(loss.mean), math.exp(loss.mean) * loss.error)
+        mean = _exp(loss.mean)
+        return Estimate(mean, mean * loss.error)
 
     def perplexity_increase(self, reference: Scores) -> Estimate:
         """Perplexity over the reference's, minus 1. Paired by window: the difficulty of the text cancels."""
         change = estimate(self.loss - reference.loss)
-        return Estimate(math.expm1(change.mean), math.exp(change.mean) * change.error)
+        ratio = _exp(change.mean)
+        return Estimate(ratio - 1, ratio * change.error)
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 709 else math.exp(x)  # beyond, math.exp raises
 
 
 def estimate(values: torch.Tensor) -> Estimate:
@@ -152,7 +158,7 @@ def summary(scores: Scores, reference: Scores | None = None) -> dict[str, dict[s
         found |= {"kl": scores.kl, "perplexity_increase": scores.perplexity_increase(reference)}
     for name, value in found.items():
         if not math.isfinite(value.mean):
-            raise ValueError(f"{name} is {value.mean}: the model's logits hold NaN or Inf.")
+            raise ValueError(f"{name} is {value.mean}: the model's logits hold NaN or Inf, or are far too large.")
     return {
         name: {"mean": value.mean} | ({} if math.isnan(value.error) else {"error": value.error})
         for name, value in found.items()

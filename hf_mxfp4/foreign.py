@@ -164,7 +164,8 @@ class Adoption:
         absent -= {source for tied, source in model.all_tied_weights_keys.items() if tied in found}
         ignored = model._keys_to_ignore_on_load_missing or ()
         absent = {name for name in absent if not any(re.search(pattern, name) for pattern in ignored)}
-        conversion.check_complete(sorted(name for name in absent if _inside(model, name)))
+        whole = type(model).__name__ in (self.checkpoint.config.get("architectures") or ())
+        conversion.check_complete(sorted(name for name in absent if whole or _inside(model, name)))
 
     def hide_buffers(self, model: nn.Module) -> None:
         """Make the packed buffers ones that the loader allocates on their device, and neither loads nor misses."""

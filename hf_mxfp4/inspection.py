@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from hf_mxfp4 import layouts
-from hf_mxfp4.checkpoint_files import Checkpoint
+from hf_mxfp4.checkpoint_files import Checkpoint, TensorReader
 from hf_mxfp4.export.configs import recipe_of
 from hf_mxfp4.formats import FORMATS, BlockFormat
 from hf_mxfp4.layouts import Contents, PackedMatrix
 from hf_mxfp4.layouts.base import Read
 
 FULL_PRECISION = "full precision"
+_UNMAP_EVERY = 1 << 29  # bytes read: pages of mapped files count as memory of this process
 _LARGEST = 5  # plain tensors that are named
 
 
@@ -109,10 +110,16 @@ def inspect_checkpoint(checkpoint: Checkpoint, read: Read | None = None) -> Insp
 
 def _scales(matrices: dict[str, PackedMatrix], read: Read) -> dict[str, dict[str, Any]]:
     ranges: dict[str, ScaleRanges] = {}
+    mapped = 0
     for matrix in matrices.values():
         found = ranges.setdefault(matrix.format.name, ScaleRanges(matrix.format))
         tensors = matrix.decode(read)
         found.add(tensors.packed, tensors.scale, tensors.global_scale)
+        mapped += tensors.packed.nbytes + tensors.scale.nbytes
+        del tensors
+        if mapped > _UNMAP_EVERY and isinstance(read, TensorReader):
+            read.close()
+            mapped = 0
     return {name: ranges[name].to_dict() for name in FORMATS if name in ranges}
 
 

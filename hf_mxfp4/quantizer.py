@@ -18,7 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_mxfp4 import conversion, foreign, fusion, packing, stored, whole_model
 from hf_mxfp4.checkpoint_files import StoredTensor
-from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS, check_scales, compressed_tensors_config
+from hf_mxfp4.checkpoints import HF_MXFP4_KEY, WRITTEN, check_scales, compressed_tensors_config
 from hf_mxfp4.config import FOREIGN_KEY, QUANT_METHOD, FP4Config
 from hf_mxfp4.modules import FP4Linear
 from hf_mxfp4.outliers import check as check_outliers
@@ -336,7 +336,7 @@ def register() -> None:
     """Make transformers know `quant_method: hf_mxfp4`, our portable checkpoints and ModelOpt's. Safe to call twice."""
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = FP4Config
     auto.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = FP4HfQuantizer
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[LAYOUTS["portable"].quant_method] = PortableConfig
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[WRITTEN["portable"].quant_method] = PortableConfig
     for method in ("modelopt", "modelopt_fp4"):
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, ForeignConfig)
     if FP4Config not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:

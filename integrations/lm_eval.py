@@ -4,6 +4,7 @@
 results = lm_eval.simple_evaluate(as_lm(model, tokenizer, batch_size=8), tasks=["piqa"], num_fewshot=0)
 """
 
+import math
 from pathlib import Path
 
 _PREFERRED = ("acc_norm", "acc", "exact_match")  # metrics
@@ -84,7 +85,7 @@ def scores_of(lm, tasks: list[str], manager, limit: int | None = None) -> dict[s
         metric = next((name for name in _PREFERRED if name in values), next(iter(values)))
         error = row.get(f"{metric}_stderr")
         found[task] = {"metric": metric, "mean": float(values[metric])}
-        found[task] |= {"error": float(error)} if isinstance(error, float) else {}
+        found[task] |= {"error": error} if isinstance(error, float) and math.isfinite(error) else {}
         found[task]["samples"] = results["n-samples"][task]["effective"]
     return found
 

@@ -30,19 +30,8 @@ def main() -> None:
         output, text = Path(scratch, NAME), Path(scratch, "held_out.txt")
         text.write_text("\n".join(path.read_text(encoding="utf-8") for path in held_out_files()), encoding="utf-8")
         run("quantize", SOURCE, str(output))
-        measure = (
-            "--reference",
-            SOURCE,
-            "--text",
-            str(text),
-            "--length",
-            "255",
-            "--batch-size",
-            "8",
-            "--device",
-            "cpu",
-        )
-        run("evaluate", str(output), *measure)
+        windows = "--length 255 --batch-size 8 --device cpu".split()
+        run("evaluate", str(output), "--reference", SOURCE, "--text", str(text), *windows)
         run("verify", str(output), "--source", SOURCE)
         run("card", str(output), "--source", SOURCE, "--command", COMMAND, "--output", str(CARDS / f"{NAME}.md"))
         shutil.copy(output / "evaluation.json", CARDS / f"{NAME}.json")

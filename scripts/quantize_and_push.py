@@ -11,20 +11,20 @@ is seen before everything is there. The token is huggingface_hub's (HF_TOKEN, or
 
 import argparse
 import json
-import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import snapshot_download
+import typer
 from tqdm import tqdm
 
 from hf_mxfp4 import FP4Config
 from hf_mxfp4.checkpoint_files import read_checkpoint
 from hf_mxfp4.checkpoints import HF_MXFP4_KEY
+from hf_mxfp4.cli.common import MODEL_FILES, for_records, local_folder
 from hf_mxfp4.hub import Pushed, push, write_card
+from hf_mxfp4.hub.errors import check_matplotlib
 from hf_mxfp4.streaming import Progress, quantize_checkpoint
-
-PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "README.md")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("repo", help="where to: user/name")
     made.add_argument("--format", default="nvfp4", help="nvfp4 or mxfp4")
     made.add_argument("--rule", default="soar", help="scale rule")
-    made.add_argument("--config", type=json.loads, default={}, help="further fields of FP4Config, as JSON")
+    made.add_argument("--config", type=fields, default={}, help="further fields of FP4Config, as JSON")
     made.add_argument("--output", type=Path, help="folder of the result; the repository's name if not given")
     made.add_argument("--base-model", help="name on the Hub, for the card; SOURCE if that is one")
     made.add_argument("--workers", type=int, default=1, help="processes")
@@ -43,6 +43,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--public", action="store_true", help="a new repository is seen by everybody")
     made.add_argument("--dry-run", action="store_true", help="quantize and check, and only show what would be pushed")
     return made
+
+
+def fields(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"{text} is not a JSON object")
+    return found
 
 
 def is_finished(output: Path, config: FP4Config) -> bool:
@@ -69,18 +77,15 @@ def quantize(source: Path, output: Path, config: FP4Config, options: argparse.Na
 def run(arguments: list[str]) -> Pushed:
     options = parser().parse_args(arguments)
     config = FP4Config(**{"format": options.format, "scale_rule": options.rule} | options.config)
-    source, base_model = Path(options.source), options.base_model
-    if not source.is_dir():
-        source = Path(snapshot_download(options.source, allow_patterns=PATTERNS))
-        base_model = base_model or options.source
+    check_matplotlib()
+    source = local_folder(options.source, *MODEL_FILES, "README.md")
     output = options.output or Path(options.repo.rsplit("/", 1)[-1])
     if is_finished(output, config):
         print(f"{output} is there from an earlier run")
     else:
         quantize(source, output, config, options)
-    words = [Path(word).name if word.startswith(("/", "~")) else word for word in arguments]  # the card may be public
-    command = shlex.join(["python", "scripts/quantize_and_push.py", *words])
-    card = write_card(output, source=source, base_model=base_model, command=command, repo_id=options.repo)
+    command = for_records(["python", "scripts/quantize_and_push.py", *arguments])
+    card = write_card(output, source=source, base_model=options.base_model, command=command, repo_id=options.repo)
     print(f"checked against {options.source}; wrote {card}")
     return push(output, options.repo, private=not options.public, revision=options.revision, dry_run=options.dry_run)
 
@@ -88,7 +93,7 @@ def run(arguments: list[str]) -> Pushed:
 def main(arguments: list[str]) -> int:
     try:
         pushed = run(arguments)
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, typer.BadParameter) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for file in pushed.files:

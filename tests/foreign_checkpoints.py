@@ -158,8 +158,15 @@ def _scratch() -> tempfile.TemporaryDirectory:
 
 
 def is_packed(key: str, weight: torch.Tensor) -> bool:
-    """Whether tools pack a weight: not embeddings, heads and routers."""
-    return weight.ndim == 2 and key.endswith(".weight") and not re.search(r"embed|lm_head|\.gate\.", key)
+    """Whether tools pack a weight: not embeddings, heads, routers and towers for images."""
+    return weight.ndim == 2 and key.endswith(".weight") and not re.search(r"embed|lm_head|\.gate\.|visual", key)
+
+
+def taken_apart(key: str, stack: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One matrix per expert and projection of a stack `[E, N, K]`, in its order."""
+    path, leaves = key.rpartition(".")[0], ("gate", "up") if key.endswith("gate_up_proj") else ("down",)
+    halves = [zip(leaves, expert.chunk(len(leaves)), strict=True) for expert in stack]
+    return {f"{path}.{e}.{leaf}_proj.weight": half for e, pairs in enumerate(halves) for leaf, half in pairs}
 
 
 @functools.cache
@@ -171,10 +178,17 @@ def made(name: str, kind: str) -> Made:
     packed, dense = {}, {}
     for key, weight in load_file(folders.folder / FILE).items():
         packed[key] = dense[key] = weight
-        if is_packed(key, weight):
-            stored, dense[key] = KINDS[kind].store(key, weight)
-            del packed[key]
-            packed |= {key.removesuffix("weight") + ending: tensor.contiguous() for ending, tensor in stored.items()}
+        matrices = {key: weight} if is_packed(key, weight) else {}
+        if weight.ndim == 3 and "experts" in key:
+            matrices = taken_apart(key, weight)
+        decoded = []
+        for path, matrix in matrices.items():
+            stored, its = KINDS[kind].store(path, matrix)
+            decoded.append(its)
+            packed.pop(key, None)
+            packed |= {path.removesuffix("weight") + ending: value.contiguous() for ending, value in stored.items()}
+        if matrices:
+            dense[key] = torch.cat(decoded).view(weight.shape)
     write(folders.folder, packed, KINDS[kind].config)
     write(folders.dense, dense)
     return folders

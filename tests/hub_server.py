@@ -197,6 +197,8 @@ class Call:
 
     def repo(self, write: bool = False) -> Repo:
         repo = self.hub.repos.get(self.groups[0])
+        if self.user is None and (repo is None or repo.private):  # of which names exist, nobody is told
+            raise Failure(401, "Invalid username or password.", "RepoNotFound")
         if repo is None or (repo.private and self.user != repo.owner):
             raise Failure(404, "Repository not found", "RepoNotFound")
         if write and not (self.user == repo.owner and self.can_write):

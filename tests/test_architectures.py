@@ -72,6 +72,20 @@ MODELS = {  # name: (model class, config, has fused experts)
         True,
     ),
     "nemotron_h": (tf.NemotronHForCausalLM, lambda: tf.NemotronHConfig(**NEMOTRON), True),  # experts without a gate
+    "jina": (  # one matrix with one bias, split into q, k and v while it loads
+        tf.JinaEmbeddingsV3Model,
+        lambda: tf.JinaEmbeddingsV3Config(**TEXT),
+        False,
+    ),
+    "qwen3_vl_moe": (  # stacks of experts that are turned round while they load
+        tf.Qwen3VLMoeForConditionalGeneration,
+        lambda: tf.Qwen3VLMoeConfig(
+            text_config={**DECODER, **EXPERTS, "rope_parameters": MROPE, "head_dim": 16, "num_experts": 4},
+            vision_config={"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+            | {"out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+        ),
+        True,
+    ),
     "minimax_m2": (
         tf.MiniMaxM2ForCausalLM,
         lambda: tf.MiniMaxM2Config(**DECODER, head_dim=16, num_local_experts=4, num_experts_per_tok=2),

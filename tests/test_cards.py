@@ -4,6 +4,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,18 @@ import torch
 import transformers
 import yaml
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 from tiny_models import case, source
 
 import demo_card
 import hf_mxfp4
 from hf_mxfp4 import FP4Config
 from hf_mxfp4.checkpoint_files import read_checkpoint
-from hf_mxfp4.hub import render_card, write_card
+from hf_mxfp4.hub import push, render_card, write_card
 from hf_mxfp4.hub.card import is_ours, licence_of
+from hf_mxfp4.hub.errors import fingerprint
 from hf_mxfp4.hub.errors import read as read_errors
-from hf_mxfp4.hub.markdown import code, comment, fenced, plain
+from hf_mxfp4.hub.markdown import code, command, comment, fenced, plain
 from hf_mxfp4.inspection import inspect_checkpoint
 from hf_mxfp4.streaming import quantize_checkpoint
 from hf_mxfp4.verification import verify_checkpoint
@@ -97,7 +100,7 @@ def test_figures_are_those_of_the_files(folder):
 
 def test_what_was_not_measured_is_left_out(folder):
     text = render_card(folder).text
-    for word in ("Measured", "perplexity", "KL", "mean", "Made by", "![", "None", "nan", "{{", "{%"):
+    for word in ("## Measured", "perplexity", "KL", "mean", "Made by", "![", "None", "nan", "{{", "{%"):
         assert word not in text, word
     assert "How much was not measured" in text
 
@@ -117,6 +120,11 @@ def test_evaluation(folder):
         assert row in text
     assert render_card(folder, measured=MEASURED).text == text
     assert "How much was not measured" not in text
+    for nothing in ({}, {"text": "x", "tokens": 3}):
+        text = render_card(folder, measured=nothing).text
+        assert "## Measured" not in text and "How much was not measured" in text
+    rounded = render_card(folder, measured=MEASURED | {"activation_format": "same"}).text
+    assert "(device: `cpu`), with activations rounded to 4 bits; ±" in rounded
     alone = render_card(folder, measured={"perplexity": {"mean": 5.0}}).text
     assert "| perplexity | 5.00 |" in alone and "KL" not in alone and "Measured; ±" in alone
     for wrong in ({"perplexity": 5.0}, {"kl": {"mean": "low"}}, {"tasks": [1]}, {"perplexity": {"error": 1}}):
@@ -149,6 +157,36 @@ def test_errors_of_another_checkpoint_are_not_shown(folder):
         render_card(folder)
 
 
+def test_measurements_of_other_weights_are_not_shown(folder):
+    """Another model saved over this one, with the same config and the same sizes."""
+    write_card(folder, source=source("llama"))
+    measured = {"perplexity": {"mean": 5.0, "error": 0.1}, "weights": fingerprint(folder)}
+    (folder / "evaluation.json").write_text(json.dumps(measured))
+    text = render_card(folder).text
+    assert "Error of the packed weights" in text and "| perplexity | 5.00 ± 0.10 |" in text
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-len(content) // 3] ^= 1
+    path.write_bytes(content)
+    text = render_card(folder).text
+    assert "## Measured" not in text and "How much was not measured" in text
+    left_out = push(folder, "alice/x", dry_run=True).left_out
+    assert set(left_out) == {"error.json", "error.png", "evaluation.json"}
+    (folder / "error.json").unlink()
+    (folder / "evaluation.json").write_text("{}")
+    assert not push(folder, "alice/x", dry_run=True).left_out
+
+
+def test_a_fingerprint_sees_each_matrix_of_a_large_file(tmp_path):
+    """1 MB of 40 is read, and no matrix of 1 MB escapes."""
+    path, found = tmp_path / "model.safetensors", set()
+    tensors = {f"{i:02}": torch.zeros(1_000_000, dtype=torch.uint8) for i in range(40)}
+    for changed in ("00", "13", "39", "none"):
+        save_file({name: tensor + (name == changed) for name, tensor in tensors.items()}, path)
+        found.add(fingerprint(tmp_path))
+    assert len(found) == 4
+
+
 def test_another_source_is_refused(folder, tmp_path):
     with pytest.raises(ValueError, match="do not belong together"):
         write_card(folder, source=source("qwen3"))
@@ -176,6 +214,20 @@ def test_licence_is_inherited(tmp_path, readme):
     assert licence_of(tmp_path) == LICENCES[readme]
 
 
+def test_a_model_in_the_cache_has_its_name_and_licence(folder, tmp_path):
+    """Its folder is named by a commit. A link to a file that was not copied leads to the original."""
+    snapshot = tmp_path / "models--alice--the-original" / "snapshots" / ("a" * 40)
+    shutil.copytree(source("llama"), snapshot)
+    (snapshot / "README.md").write_text(list(LICENCES)[1])
+    path = write_card(folder, source=snapshot)
+    text, data = path.read_text(), metadata(ModelCard.load(path))
+    assert "aaaa" not in text and "weights of `alice/the-original`" in text
+    assert data["base_model"] == "alice/the-original"
+    assert data["license_link"] == "https://huggingface.co/alice/the-original/blob/main/LICENSE"
+    (folder / "LICENSE").write_text("text")
+    assert metadata(ModelCard.load(write_card(folder, source=snapshot)))["license_link"] == "LICENSE"
+
+
 @pytest.mark.parametrize("readme", list(LICENCES)[:4])
 def test_licence_in_the_card(folder, tmp_path, readme):
     original = shutil.copytree(source("llama"), tmp_path / "original")
@@ -199,6 +251,51 @@ def test_cards_of_users_are_not_overwritten(folder, tmp_path):
     shutil.copy(output, folder / "README.md")
     with pytest.raises(ValueError, match="comment was edited"):
         render_card(folder)
+
+
+def test_nothing_else_is_written_over(folder, tmp_path, monkeypatch):
+    """Said before anything is measured; a link is replaced by a file, and what it leads to stays."""
+    write_card(folder)
+    (tmp_path / "blob").write_text((folder / "README.md").read_text())
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to(tmp_path / "blob")
+    before = (tmp_path / "blob").read_text()
+    assert "a new command" in write_card(folder, command="a new command").read_text()
+    assert (tmp_path / "blob").read_text() == before and not (folder / "README.md").is_symlink()
+    monkeypatch.setattr("hf_mxfp4.hub.card.verify_checkpoint", None)
+    (tmp_path / "card.png").write_bytes(b"mine")
+    for output, message in {
+        tmp_path / "card.md": "card.png is there already",
+        tmp_path / "none" / "card.md": "none is not a folder. Make it",
+        tmp_path: "is a folder. Name a file",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            write_card(folder, output, source=source("llama"))
+    assert (tmp_path / "card.png").read_bytes() == b"mine"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install hf-mxfp4\[plot\]"):
+        write_card(folder, source=source("llama"))
+
+
+@pytest.mark.parametrize(
+    "fields, siblings",
+    [
+        ({"overrides": {"k_proj": "skip"}}, "q_proj, k_proj and v_proj"),
+        ({"overrides": {"up_proj": {"format": "mxfp4"}}}, "gate_proj and up_proj"),
+        ({"overrides": {"down_proj": "skip"}}, ""),
+    ],
+)
+def test_vllm_wants_siblings_in_one_format(tmp_path, fields, siblings):
+    text = render_card(quantized(tmp_path / "x", **fields)).text
+    assert ("vllm serve" in text) == (not siblings)
+    assert (f"vLLM does not load it: it makes one layer of {siblings}," in text) == bool(siblings)
+
+
+def test_who_rounds_activations(tmp_path):
+    """A portable checkpoint says weight-only to other readers."""
+    text = render_card(quantized(tmp_path / "x", activation_format="same")).text
+    assert "hf_mxfp4 rounds activations to 4 bits too" in text and "vLLM and transformers keep them." in text
+    assert "ctivations" not in render_card(case("llama", "nvfp4").folder).text
 
 
 @pytest.mark.parametrize("name", ["portable", "experts", "macro", "foreign", "bert"])
@@ -282,7 +379,9 @@ def test_the_demo_card_is_what_the_commands_make(tmp_path):
     """model_cards/, made by scripts/demo_card.py; here without measuring perplexity again."""
     output, name = tmp_path / demo_card.NAME, f"{demo_card.NAME}.md"
     quantize_checkpoint(ROOT / demo_card.SOURCE, output, FP4Config())
-    shutil.copy(demo_card.CARDS / f"{demo_card.NAME}.json", output / "evaluation.json")
+    measured = json.loads((demo_card.CARDS / f"{demo_card.NAME}.json").read_text(encoding="utf-8"))
+    del measured["weights"]  # their last bits may be other ones on another machine
+    (output / "evaluation.json").write_text(json.dumps(measured))
     made = write_card(output, tmp_path / name, source=ROOT / demo_card.SOURCE, command=demo_card.COMMAND)
 
     def text(path):
@@ -298,9 +397,14 @@ def test_pieces_of_markdown():
     assert plain("a_b*c<d>") == r"a\_b\*c&lt;d\>" and plain("x" * 400).endswith("xx ...")
     assert fenced("a ``` b", "sh") == "````sh\na ``` b\n````"
     assert "--" not in comment({"a": "-->"}) and json.loads(comment({"a": "--><"})) == {"a": "--><"}
-    assert plain("\ud800") == "?"
+    assert plain("\ud800") == "?" and command("a | b") == "`a | b`"
 
 
 def test_a_token_in_a_command_is_not_shown(folder):
-    command = "HF_TOKEN=hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123 hf-mxfp4 push x"
-    assert "hf_AbCd" not in str(render_card(folder, command=command))
+    secret = "HF_TOKEN=hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123 hf-mxfp4 push x"
+    card = render_card(folder, command=secret, measured=MEASURED | {"command": secret})
+    assert "hf_AbCd" not in str(card) and "hf-mxfp4 push x" in str(card)
+
+
+def test_a_command_is_shown_whole(folder):
+    assert f"{'x' * 1000} --end" in render_card(folder, command=f"hf-mxfp4 quantize {'x' * 1000} --end").text

@@ -115,6 +115,29 @@ def double_name(data: bytes) -> bytes:
     return struct.pack("<Q", len(doubled)) + doubled + data[8 + length :]
 
 
+def change_header(change):
+    """A fault in what a file's header says, the rest of the file as it was."""
+
+    def edit(data: bytes) -> bytes:
+        length = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+    return change_shard(edit)
+
+
+def two_in_one_place(header: dict) -> None:
+    """Another tensor's bytes are read for a weight."""
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    kind = [(entry["dtype"], entry["shape"]) for entry in entries]
+    first = next(index for index in range(len(entries)) if kind[index] in kind[index + 1 :])
+    other = kind.index(kind[first], first + 1)
+    assert entries[first]["data_offsets"] < entries[other]["data_offsets"]  # so that the length tells nothing
+    entries[first]["data_offsets"] = entries[other]["data_offsets"]
+
+
 QUANTIZATION = "quantization_config"
 FAULTS = {
     "truncated": (change_shard(lambda data: data[:-100]), rf"{SHARD}.* is damaged: .*Download it again"),
@@ -129,6 +152,19 @@ FAULTS = {
     "header unreadable": (change_shard(lambda data: data[:8] + b"\xff" * 9 + data[17:]), "its header is unreadable"),
     "empty file": (change_shard(lambda data: b""), rf"{SHARD}.* is not a safetensors file, or is truncated: 0 bytes"),
     "a name twice in a header": (change_shard(double_name), "its header is unreadable"),
+    "two tensors in one place": (change_header(two_in_one_place), r"is unreadable \(tensors overlap, or leave gaps\)"),
+    "shape and bytes differ": (
+        change_header(lambda header: next(e for n, e in header.items() if n != "__metadata__")["shape"].append(2)),
+        r"is unreadable \(.* bytes are not",
+    ),
+    "metadata is no map of texts": (
+        change_header(lambda header: header.update(__metadata__={"format": 1})),
+        r"is unreadable \(its metadata",
+    ),
+    "config.json nested without end": (
+        lambda folder: (folder / "config.json").write_text('{"a": ' + "[" * 100_000),
+        "is not JSON in UTF-8",
+    ),
     "missing file": (lambda folder: shard(folder).unlink(), rf"{SHARD}.* is missing, and {INDEX} names it"),
     "tensor in two files": (twice, r"stands in .* and in .*: one of the files belongs to another checkpoint"),
     "index names a tensor that is not there": (
@@ -299,23 +335,17 @@ def test_outputs_refused(where, sharded, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before and file_bytes(folder) == file_bytes(sharded)
 
 
-FULL_DISK = """
-import resource, sys
-from hf_mxfp4.export import export_checkpoint
-resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-try:
-    export_checkpoint(sys.argv[1], sys.argv[2], "bf16")
-except OSError as error:
-    print("OSERROR", error.errno)
-"""
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit of a file's size")
 def test_disk_full(sharded, tmp_path):
     """A clean error, and nothing left: neither the output nor the folder it was written to."""
-    command = [sys.executable, "-c", FULL_DISK, str(sharded), str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "OSERROR 27", done.stderr[-2000:]  # EFBIG
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            export_checkpoint(sharded, tmp_path / "out", "bf16")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any(tmp_path.iterdir())
 
 
@@ -328,3 +358,45 @@ def test_interrupted(sharded, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(sharded, tmp_path / "out", "bf16", progress=stop)
     assert not any(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from hf_mxfp4.export import export_checkpoint
+export_checkpoint(sys.argv[1], sys.argv[2], "bf16", progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has neither SIGKILL nor locks of folders")
+def test_killed(sharded, tmp_path):
+    """The next export removes what a killed one left, unless it is still being written."""
+    (tmp_path / ".out.is.mine.partial").mkdir()
+    subprocess.run([sys.executable, "-c", KILLED, str(sharded), str(tmp_path / "out")], timeout=300)
+    (left,) = (path for path in tmp_path.glob(".out.*.partial") if any(path.iterdir()))
+    assert not (tmp_path / "out").exists()
+    fcntl = pytest.importorskip("fcntl")
+    handle = os.open(left, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)  # as the process that writes does
+    summary = export_checkpoint(sharded, tmp_path / "out", "bf16")
+    assert left.is_dir() and f"{left} is of another export to this output. If none is running" in summary.notes[-1]
+    os.close(handle)
+    shutil.rmtree(tmp_path / "out")
+    assert export_checkpoint(sharded, tmp_path / "out", "bf16").notes == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.is.mine.partial", "out"]
+
+
+def test_outputs_that_cannot_be_replaced(sharded, tmp_path, monkeypatch):
+    """Refused before any work: an empty volume, and a folder beside which none can be made."""
+    (tmp_path / "out").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda self: self == tmp_path / "out")
+        with pytest.raises(ValueError, match="is the root of a file system, which cannot be replaced"):
+            export_checkpoint(sharded, tmp_path / "out", "bf16")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    with pytest.raises(ValueError, match="no folder can be made in .*, where the export is written first: Permission"):
+        export_checkpoint(sharded, tmp_path / "out", "bf16")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not any((tmp_path / "out").iterdir())

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from hf_mxfp4.checkpoint_files import SAFETENSORS_DTYPES, StoredTensor, read_header
 from hf_mxfp4.checkpoints import (
     HF_MXFP4_KEY,
-    LAYOUTS,
+    WRITTEN,
     Expected,
     check_scales,
     check_stored,
@@ -118,8 +118,8 @@ def test_mixed_formats():
 
 
 def test_layouts():
-    assert LAYOUTS["portable"] == ("compressed-tensors", "weight_packed")
-    assert LAYOUTS["own"] == ("hf_mxfp4", "weight")
+    assert WRITTEN["portable"] == ("compressed-tensors", "weight_packed")
+    assert WRITTEN["own"] == ("hf_mxfp4", "weight")
 
 
 # --- safetensors headers ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
+from hf_mxfp4 import analysis
 from hf_mxfp4.cli import app, common, errors
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo_lm"
@@ -110,6 +112,12 @@ def test_a_missing_package_is_named():
     )
 
 
+def test_frames_without_code_are_no_raise_statements():
+    """Such as those that extensions add to tracebacks."""
+    frame = SimpleNamespace(f_code=SimpleNamespace(co_code=b"", co_filename="x.pyx"))
+    assert errors._raised_in(SimpleNamespace(tb_frame=frame, tb_lasti=0, tb_next=None)) is None
+
+
 BUGS = {
     "none": lambda: [None][0][0],
     "call": lambda: len(1, 2),
@@ -192,16 +200,17 @@ def test_bars_of_libraries_are_silent_and_come_back(capsys, monkeypatch):
 
 
 def test_recorded_commands_name_no_folders(monkeypatch):
-    monkeypatch.setattr(common.Call, "words", ("hf-mxfp4", "evaluate", "/home/me/model", "--text", "my text.txt"))
-    assert common.command_line() == "hf-mxfp4 evaluate model --text 'my text.txt'"
+    words = ("hf-mxfp4", "evaluate", "/home/me/model", "--text=~/my text.txt", "--tasks=a,b/c")
+    monkeypatch.setattr(common.Call, "words", words)
+    assert common.command_line() == "hf-mxfp4 evaluate model '--text=my text.txt' --tasks=a,b/c"
 
 
 @pytest.mark.parametrize(("given", "kind"), [("cpu", "cpu"), ("auto", "auto"), (None, "cuda|cpu")])
 def test_devices(given, kind):
-    assert common.device_of(given) in kind.split("|")
+    assert common.device_of(given, auto=True) in kind.split("|")
 
 
-@pytest.mark.parametrize("given", ["tpu9", "cuda:99x", ""])
+@pytest.mark.parametrize("given", ["tpu9", "cuda:99x", "cuda:99", "meta", "auto", ""])
 def test_unknown_devices(given):
     with pytest.raises(typer.BadParameter, match="allowed: cpu, cuda"):
         common.device_of(given)
@@ -233,6 +242,7 @@ def test_analyze_json(tmp_path):
         (["--format", "fp8"], "mxfp4, nvfp4"),
         (["--format", "nvfp4", "--rule", "ceil"], "amax, four_over_six, soar"),
         (["--skip", "."], "no safetensors file with matrices"),
+        (["--skip", "(["], "'([' is not a regular expression"),
     ],
 )
 def test_wrong_arguments(arguments, message, tmp_path):
@@ -240,10 +250,21 @@ def test_wrong_arguments(arguments, message, tmp_path):
     assert result.exit_code == 2 and message in result.output and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("model", ["no/such-model", "/no/such/folder"])
-def test_no_such_model(model, tmp_path):
-    result = run(app, ["analyze", model, "--output", str(tmp_path / "out")], env={"COLUMNS": "300"})
-    assert result.exit_code == 2 and f"{model} is not a folder" in result.output and not (tmp_path / "out").exists()
+@pytest.mark.parametrize(("model", "code"), [("no/such-model", 1), ("/no/such/folder", 2), ("", 2), (__file__, 2)])
+@pytest.mark.parametrize("command", ["analyze --output", "export --to bf16"])
+def test_no_such_model(command, model, code, tmp_path):
+    """2 for what cannot be a model's name; 1 if the Hub does not give it."""
+    words = [*command.split(), str(tmp_path / "out")]
+    words.insert(1, model)
+    result = run(app, words, env={"COLUMNS": "300"})
+    assert result.exit_code == code and f"{model} is not a folder" in result.output and not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_shows_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "out").write_text("mine")
+    monkeypatch.setattr(analysis, "analyze", lambda *_: pytest.fail("worked"))
+    result = run(app, ["analyze", str(DEMO), "--output", str(tmp_path / "out")])
+    assert result.exit_code == 1 and "File exists" in result.stderr
 
 
 def test_damaged_file(tmp_path):

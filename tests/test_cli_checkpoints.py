@@ -63,6 +63,14 @@ def test_inspect_on_the_hub(hub, demo):  # noqa: F811
     assert "no-such" in call("inspect", "alice/no-such", code=1).stderr
 
 
+def test_inspect_is_no_markup_and_breaks_no_lines(demo, tmp_path):
+    """Names with brackets are not taken for colours, and a line is a row however narrow the terminal."""
+    folder = shutil.copytree(demo, tmp_path / "a[b]" / "c[" / "d]")
+    result = run(app, ["inspect", str(folder)], env={"COLUMNS": "20"})
+    assert result.exit_code == 0 and result.stdout.splitlines()[0] == str(folder)
+    assert any(line.split() == "packed 28 modules in nvfp4".split() for line in result.stdout.splitlines())
+
+
 def test_what_cannot_be_inspected(demo, tmp_path):
     assert "is not a folder" in call("inspect", "/no/such/folder", code=2).stderr
     assert "has no revisions" in call("inspect", demo, "--revision", "main", code=2).stderr
@@ -166,7 +174,7 @@ def test_card(copy, tmp_path):
     assert found == {"card": str(copy / "README.md")} and (copy / "error.png").stat().st_size > 10_000
     (copy / "README.md").write_text("# Mine\n")
     assert "README.md" in call("card", copy, code=1).stderr and (copy / "README.md").read_text() == "# Mine\n"
-    assert call("card", tmp_path / "nowhere", code=1).stderr.startswith("error: ")
+    assert "does not exist" in call("card", tmp_path / "nowhere", code=2).stderr
 
 
 def test_push_and_what_arrives(hub, demo, tmp_path):  # noqa: F811
@@ -195,7 +203,7 @@ def test_push_says_what_is_wrong_and_no_token(hub, copy, monkeypatch):  # noqa: 
     (copy / "model.safetensors").write_bytes(b"short")
     assert call("push", copy, "alice/demo", code=1).stderr.startswith("error: ")
     assert "alice/demo" not in hub.repos
-    assert call("push", copy.parent / "nowhere", "alice/demo", code=1).stderr.startswith("error: ")
+    assert "does not exist" in call("push", copy.parent / "nowhere", "alice/demo", code=2).stderr
 
 
 def test_quantize_from_the_hub(hub, tmp_path):  # noqa: F811

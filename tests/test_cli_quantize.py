@@ -92,6 +92,11 @@ def test_every_option_of_a_config_can_be_given():
         (["--on-unsupported", "x"], "allowed: error, keep"),
         (["--dtype", "int8"], "allowed: auto, bfloat16"),
         (["--device", "tpu9"], "allowed: cpu, cuda"),
+        (["--device", "auto"], "allowed: cpu, cuda"),
+        (["--error-feedback", "--calibration-device", "tpu9"], "allowed: cpu, cuda"),
+        (["--error-feedback", "--calibration-length", "0"], "calibration_length=0"),
+        (["--skip", "(["], "is not a regular expression"),
+        (["--outliers", "0.01", "--workers", "2"], "--outliers: this is done by one process"),
         (["--workers", "0"], "greater than or equal to 1"),
         (["--no-such-option"], "No such option"),
     ],
@@ -214,6 +219,8 @@ def test_what_cannot_be_quantized(tmp_path):
     }.items():
         found = json.loads(quantize(*arguments, "--json", code=1).stdout)
         assert message in found["error"] and not (tmp_path / "out").exists(), arguments
+    for output in (taken, source("qwen3") / "out"):
+        assert "Choose an" in quantize(source("qwen3"), output, "--dry-run", code=1).stderr
     quantize("/no/such/folder", tmp_path / "out", code=2)
     assert [path.name for path in taken.iterdir()] == ["notes.txt"]
 

@@ -3,6 +3,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from hf_mxfp4 import evaluation
 from hf_mxfp4.cli import app
 from hf_mxfp4.hub import render_card
+from hf_mxfp4.hub.errors import fingerprint
 from hf_mxfp4.integrations import lm_eval, optimum
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo_lm"
@@ -80,6 +82,10 @@ def test_what_cannot_be_compared():
     broken = evaluation.score({"base": Constant(0.5, math.nan)}, "base", rows)["base"]
     with pytest.raises(ValueError, match="hold NaN or Inf"):
         evaluation.summary(broken)
+    huge = evaluation.score({"base": Constant(1.0, 0.0)}, "base", rows)["base"]  # a token that it holds impossible
+    with pytest.raises(ValueError, match="perplexity is inf"):
+        evaluation.summary(huge)
+    assert huge._replace(loss=torch.tensor([1000.0])).perplexity.mean == math.inf
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -109,6 +115,7 @@ def test_evaluate(packed, text):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found == json.loads((packed / "evaluation.json").read_text())
+    assert found["weights"] == fingerprint(packed)
     models = {name: AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval() for name in (DEMO, packed)}
     ids = AutoTokenizer.from_pretrained(packed)(text.read_text())["input_ids"]
     rows = evaluation.spread_windows(torch.tensor(ids), 512, 64)
@@ -136,6 +143,18 @@ def test_evaluate_w4a4_and_without_a_reference(packed, text, tmp_path):
         figures[found.get("activation_format")] = found["perplexity"]["mean"]
     assert figures[None] != figures["same"] and "W4A4" in result.stdout
     assert not (packed / "evaluation.json").exists()
+
+
+def test_a_result_that_cannot_be_kept_is_shown(packed, text, tmp_path, monkeypatch):
+    """And stdout is one document, that of the error."""
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys.modules["hf_mxfp4.cli.evaluate"], "write_file", full)
+    result = run(app, ["evaluate", str(packed), "--text", str(text), "--tokens", "64", "--length", "64", "--json"])
+    assert result.exit_code == 1 and "No space left" in json.loads(result.stdout)["error"]
+    assert '"perplexity": {"mean": ' in result.stderr
 
 
 def test_a_full_precision_folder_is_left_alone(text):
@@ -168,6 +187,17 @@ def test_models_that_cannot_be_measured(tmp_path, text):
     arguments = ["--text", str(text), "--length", "8", "--tokens", "8"]
     result = run(app, ["evaluate", str(case("qwen3").folder), *arguments])
     assert result.exit_code == 1 and "holds no tokenizer" in result.stderr
+    shutil.copytree(DEMO, tmp_path / "damaged")
+    (tmp_path / "damaged/tokenizer.json").write_bytes(b"\xff\xfe")
+    result = run(app, ["evaluate", str(tmp_path / "damaged"), *arguments])
+    assert result.exit_code == 1 and "damaged: its tokenizer cannot be loaded" in result.stderr
+    weights = tmp_path / "damaged/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    result = run(app, ["evaluate", str(tmp_path / "damaged"), *arguments])
+    assert result.exit_code == 1 and "model.safetensors is damaged" in result.stderr
+    weights.rename(tmp_path / "damaged/pytorch_model.bin")
+    result = run(app, ["evaluate", str(tmp_path / "damaged"), *arguments])
+    assert result.exit_code == 1 and "Pickle files can run code" in result.stderr
     result = run(app, ["evaluate", str(source("qwen3")), "--reference", str(DEMO), *arguments])
     assert result.exit_code == 1 and "and the model knows 128" in result.stderr
     model = tiny_model("qwen3", vocab_size=2048)

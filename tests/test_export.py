@@ -19,7 +19,7 @@ from test_without_us import READER
 from tiny_models import assert_same_tensors, auto_class, case, file_bytes, outputs, source, tokens
 from torch import nn
 
-from hf_mxfp4 import FP4Config, export, verification
+from hf_mxfp4 import FP4Config, export, inspection, verification
 from hf_mxfp4.checkpoint_files import INDEX, TensorReader, read_checkpoint
 from hf_mxfp4.export import TARGETS, CannotExport, export_checkpoint
 from hf_mxfp4.verification import verify_checkpoint
@@ -374,6 +374,58 @@ def of_stack(dense: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     return dense[f"{path}.gate_up_proj"][int(expert)].chunk(2, -1)[leaf == "up_proj"].t()
 
 
+def linear(module: str, n: int = 32, k: int = 32) -> dict[str, torch.Tensor]:
+    """A linear as compressed-tensors stores it."""
+    scale = torch.randint(20, 100, (n, k // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    parts = {"packed": torch.randint(0, 256, (n, k // 2), dtype=torch.uint8), "scale": scale}
+    return {
+        f"{module}.weight_{name}": part for name, part in {**parts, "global_scale": torch.tensor([2.0**7])}.items()
+    }
+
+
+@pytest.fixture
+def partly_packed(tmp_path) -> Path:
+    """v_proj and a stack of experts in full precision, W4A4, and a tied head of which the config says nothing."""
+    layer, folder = "model.layers.0", tmp_path / "source"
+    tensors = linear(f"{layer}.self_attn.q_proj") | linear(f"{layer}.self_attn.k_proj")
+    plain = {"self_attn.v_proj.weight": (32, 32), "mlp.gate.weight": (2, 32)}
+    plain |= {"mlp.experts.gate_up_proj": (2, 64, 32), "mlp.experts.down_proj": (2, 32, 32)}
+    tensors |= {f"{layer}.{name}": torch.ones(shape, dtype=torch.bfloat16) for name, shape in plain.items()}
+    scheme = {"num_bits": 4, "type": "float", "group_size": 16}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": scheme}},
+        "ignore": ["re:.*v_proj", "re:.*experts.*"],
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = {"architectures": ["Qwen3_5MoeForCausalLM"], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_all_that_is_not_packed_is_ignored(partly_packed, tmp_path):
+    """Stacks too: engines ask for an expert's projections by name (compressed-tensors) or by its path (ModelOpt)."""
+    one_by_one = [f"mlp.experts.{e}.{part}_proj" for e in range(2) for part in ("down", "gate", "up")]
+    export_checkpoint(partly_packed, tmp_path / "ct", "compressed-tensors")
+    found = config_of(tmp_path / "ct")["quantization_config"]["ignore"]
+    assert found == ["lm_head", *(f"model.layers.0.{n}" for n in (*one_by_one, "mlp.gate", "self_attn.v_proj"))]
+    export_checkpoint(partly_packed, tmp_path / "modelopt", "modelopt")
+    found = config_of(tmp_path / "modelopt")["quantization_config"]["ignore"]
+    assert found == ["lm_head", *(f"model.layers.0.{n}" for n in ("mlp.experts*", "mlp.gate", "self_attn.v_proj"))]
+    export_checkpoint(tmp_path / "modelopt", tmp_path / "back", "compressed-tensors")
+    assert config_of(tmp_path / "back") == config_of(tmp_path / "ct")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_notes(target, partly_packed, tmp_path):
+    notes = " ".join(export_checkpoint(partly_packed, tmp_path / "out", target).notes)
+    assert ("(W4A4); the export is weight-only." in notes) == (target != "bf16")
+    apart = "such as model.layers.0.self_attn.(q_proj, k_proj, v_proj)) are not all packed in one format"
+    assert (apart in notes) == (target != "bf16")
+
+
 # --- what a target cannot hold ---------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -417,7 +469,14 @@ def test_files(target, models, tmp_path):
     others = {"tokenizer.json": b"{}", "generation_config.json": b'{"a": 1}', "chat_template.jinja": b"{{ x }}"}
     others |= {"LICENSE": b"text", "modeling_x.py": b"pass"}
     others_inside = {"additional_chat_templates/tools.jinja": b"{{ y }}"}
-    reports = {"README.md": b"card", "pytorch_model.bin": b"\x80", "checksums.sha256": b"", "evaluation.json": b"{}"}
+    reports = {
+        "README.md": b"card",
+        "pytorch_model.bin": b"\x80",
+        "tf_model.h5": b"\x80",
+        "recipe.yaml": b"",
+        "checksums.sha256": b"",
+        "evaluation.json": b"{}",
+    }
     for name, content in {**file_bytes(models("llama")[1]), **others, **reports}.items():
         (folder / name).write_bytes(content)
     (folder / "additional_chat_templates").mkdir()
@@ -482,6 +541,12 @@ def test_files_are_unmapped_on_the_way(models, exported, tmp_path, monkeypatch):
     assert_same_tensors(stored(tmp_path / "out"), stored(exported("llama", "bf16")[0]))
     closed.clear()
     assert verify_checkpoint(models("llama")[1], source("llama")).ok and len(closed) > 5
+    checkpoint = read_checkpoint(models("llama")[1])
+    with TensorReader(checkpoint.folder, checkpoint.tensors) as read:
+        scales = inspection.inspect_checkpoint(checkpoint, read).scales
+        monkeypatch.setattr(inspection, "_UNMAP_EVERY", 5_000)
+        closed.clear()
+        assert inspection.inspect_checkpoint(checkpoint, read).scales == scales and len(closed) > 5
 
 
 def test_memory(models, tmp_path, monkeypatch):

@@ -162,6 +162,7 @@ GROUPS = {
     "expert": ("mlp.experts.1.gate_proj", "mlp.experts.1.up_proj"),
     "mixtral": ("block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.0.w3"),
     "latent": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "delta": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
 }
 
 
@@ -206,6 +207,15 @@ def test_refused_or_quantized_anew(target, tmp_path):
     assert 0 < summary.requantized["model.layers.0.mlp.up_proj"]["error"] < 0.01
     assert summary.requantized["model.layers.0.self_attn.k_proj"]["error"] == 1.0  # all too small: to the report
     assert json.loads(json.dumps(summary.to_dict()))["requantized"] == summary.requantized
+
+
+def test_no_search_for_all_problems(tmp_path):
+    """A large model need not be read to its end to be refused."""
+    pair = {"gate_proj": ([0x38, 0x41], 1000.0), "up_proj": ([0x38, 0x43], 1500.0)}
+    members = {f"mlp.experts.{e}.{name}": made(*matrix) for e in range(60) for name, matrix in pair.items()}
+    with pytest.raises(CannotExport, match="and at least 45 more: engines give these") as caught:
+        export_checkpoint(checkpoint(tmp_path / "source", members), tmp_path / "out", "compressed-tensors")
+    assert len(caught.value.modules) == 50
 
 
 def test_full_precision_needs_no_common_scale(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hub_server import READ_TOKEN, TOKEN, Entry, HubServer, Repo, hub
 from huggingface_hub import HfApi, constants
+from huggingface_hub._commit_api import UploadInfo
 from safetensors.torch import load_file, save_file
 from tiny_models import case, source
 
@@ -139,6 +140,20 @@ def test_the_script_goes_from_a_model_to_the_hub(hub, tmp_path, capsys):
     assert quantize_and_push.main(other) == 1 and on_disk(output) == expected
 
 
+def test_the_script_takes_a_model_from_the_hub(hub, tmp_path, monkeypatch):
+    """With its licence and name, which the card shows in place of the folder in the cache."""
+    readme = b"---\nlicense: other\nlicense_name: mine-1.0\nlicense_link: LICENSE\n---\n"
+    publish(hub, on_disk(source("llama")) | {"README.md": readme, "LICENSE": b"text"}, repo="alice/original")
+    monkeypatch.chdir(tmp_path)
+    assert quantize_and_push.main(["alice/original", REPO, f"--output={tmp_path / 'made'}"]) == 0
+    card = contents(hub)["README.md"].decode()
+    for line in ("base_model: alice/original", "license: other", "license_name: mine-1.0", "license_link: LICENSE"):
+        assert f"\n{line}\n" in card
+    assert contents(hub)["LICENSE"] == b"text"
+    assert "Error of the packed weights against `alice/original`" in card and "snapshots" not in card
+    assert "--output=made" in card and str(tmp_path) not in card
+
+
 def test_the_script_says_what_is_wrong(tmp_path, capsys):
     model, output = str(source("llama")), str(tmp_path / "out")
     wrong = {
@@ -149,8 +164,10 @@ def test_the_script_says_what_is_wrong(tmp_path, capsys):
     for arguments, message in wrong.items():
         assert quantize_and_push.main([model, REPO, "--output", output, *arguments]) == 1
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        quantize_and_push.main([model, REPO, "--config", "{"])
+    for config in ("{", "[1]"):
+        with pytest.raises(SystemExit):
+            quantize_and_push.main([model, REPO, "--config", config])
+    assert quantize_and_push.main(["./not/there", REPO]) == 1 and "is not a folder" in capsys.readouterr().err
 
 
 TRANSIENT = {
@@ -198,9 +215,8 @@ PERMANENT = ("/api/repos/create", "GET /api/models", "/preupload/", "objects/bat
 @pytest.mark.parametrize("status", [503, 0], ids=["503", "dropped"])
 def test_a_hub_that_is_down_leaves_nothing_visible(hub, folder, pattern, status):
     hub.fail(pattern, status, times=10**6)
-    with pytest.raises(
-        ConnectionError, match=f"{ATTEMPTS} times.*Nothing of it is visible; the same command"
-    ) as error:
+    says = "All of it is visible, or nothing" if pattern == "/commit/" else "Nothing of it is visible"
+    with pytest.raises(ConnectionError, match=f"{ATTEMPTS} times.*{says}; the same command") as error:
         push(folder, REPO)
     assert TOKEN not in f"{error.value!r}{error.value.__cause__!r}"
     assert max(hub.waits) <= 16 and len(hub.waits) < 40 * ATTEMPTS  # five files at a time
@@ -211,6 +227,30 @@ def test_a_hub_that_is_down_leaves_nothing_visible(hub, folder, pattern, status)
     push(folder, REPO)
     assert without_card(contents(hub)) == on_disk(folder)
     assert not is_uploaded or hub.received == received, "large files were sent twice"
+
+
+def test_a_hub_that_goes_down_after_the_commit(hub, folder):
+    """Nobody is told then that nothing is visible; the same command finds that there is nothing left to do."""
+    hub.fail("GET .*/tree/", 503, times=10**6)
+    with pytest.raises(ConnectionError, match="All of it is visible, or nothing"):
+        push(folder, REPO)
+    assert without_card(contents(hub)) == on_disk(folder)
+    hub.faults.clear()
+    push(folder, REPO)
+    assert len(hub.repos[REPO].commits) == 2
+
+
+def test_files_are_hashed_once(hub, folder, monkeypatch):
+    original, hashed = UploadInfo.from_path.__func__, []
+
+    def from_path(cls, path):
+        hashed.append(Path(path).name)
+        return original(cls, path)
+
+    monkeypatch.setattr(UploadInfo, "from_path", classmethod(from_path))
+    hub.fail("POST .*/commit/", 500, times=3)
+    push(folder, REPO)
+    assert sorted(hashed) == sorted(on_disk(folder))
 
 
 def test_only_what_is_missing_is_sent_after_an_interruption(hub, folder):
@@ -289,8 +329,6 @@ def test_a_token_that_is_rejected_midway(hub, folder, pattern, status, kind):
 
 
 def test_repositories_that_do_not_do(hub, folder):
-    with pytest.raises(ValueError, match="is not the name of a repository"):
-        push(folder, "alice/tiny/too/long")
     with pytest.raises(PermissionError, match="bob"):
         push(folder, "bob/tiny")
     with pytest.raises(ValueError, match="a commit goes|no such revision|answered"):
@@ -301,9 +339,21 @@ def test_repositories_that_do_not_do(hub, folder):
     assert contents(hub) == {} and not hub.waits
 
 
-def test_a_repository_without_its_owner_is_the_users_own(hub, folder):
-    assert push(folder, "tiny").repo_id == REPO
-    assert without_card(contents(hub)) == on_disk(folder)
+@pytest.mark.parametrize("name", ["tiny", "../tiny", "alice/tiny/too/long", "alice/a b", ""])
+def test_names_are_checked_first(hub, folder, name):
+    """Without its owner, a repository would get a card whose examples load something else."""
+    for dry_run in (False, True):
+        with pytest.raises(ValueError, match="is not the name of a repository"):
+            push(folder, name, dry_run=dry_run)
+    assert hub.log == []
+
+
+def test_a_token_is_asked_for_first(folder, monkeypatch):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder.parent / "none"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(sys.modules["hf_mxfp4.hub.push"], "verify_checkpoint", None)
+    with pytest.raises(PermissionError, match="wants a token"):
+        push(folder, REPO)
 
 
 def test_weights_of_an_earlier_checkpoint_go_with_the_same_commit(hub, folder):
@@ -351,9 +401,21 @@ def test_the_original_is_not_replaced(hub, folder):
     assert without_card(contents(hub, "nvfp4")) == on_disk(folder)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-00001-of-00002.safetensors"])
+def test_an_original_of_any_kind_is_not_replaced(hub, folder, name):
+    publish(hub, {"config.json": b"{}", name: b"weights"})
+    with pytest.raises(ValueError, match="holds a model in full precision"):
+        push(folder, REPO)
+    publish(hub, {"config.json": b"{", name: b"weights"})
+    with pytest.raises(ValueError, match="config.json that is damaged.*--revision"):
+        push(folder, REPO)
+
+
 def test_a_model_in_full_precision_has_no_card(hub):
+    hub.fail("POST .*/commit/", -1)
     done = push(source("llama"), REPO)
     assert done.card is None and contents(hub) == on_disk(source("llama"))
+    assert push(source("llama"), REPO).url == done.url, "may not be pushed again"
 
 
 def test_a_branch(hub, folder):
@@ -478,9 +540,9 @@ def test_what_arrived_is_compared(hub, folder, monkeypatch):
         push(folder, REPO)
 
 
-def publish(hub: HubServer, files: dict[str, bytes], branch: str = "main") -> None:
+def publish(hub: HubServer, files: dict[str, bytes], branch: str = "main", repo: str = REPO) -> None:
     """Put files into the repository, past all checks."""
-    repo = hub.repos.setdefault(REPO, Repo(True, "alice"))
+    repo = hub.repos.setdefault(repo, Repo(True, "alice"))
     repo.commit(branch, {name: Entry(content, name.endswith(".safetensors")) for name, content in files.items()}, "")
     hub.large |= {entry.sha256: entry.content for entry in repo.files(branch).values() if entry.large}
 
@@ -569,6 +631,13 @@ def test_damaged_checkpoints_on_the_hub(hub, folder, name):
         read_remote(REPO)
 
 
+def test_a_gated_model(hub, folder):
+    publish(hub, on_disk(folder))
+    hub.fail("GET /api/models", 403, headers={"X-Error-Code": "GatedRepo"})
+    with pytest.raises(PermissionError, match="is gated: accept its conditions"):
+        read_remote(REPO)
+
+
 def test_what_is_not_there(hub, folder, monkeypatch):
     publish(hub, on_disk(folder))
     with pytest.raises(ValueError, match="alice/none is not on the Hub, or is private"):
@@ -577,6 +646,9 @@ def test_what_is_not_there(hub, folder, monkeypatch):
         read_remote(REPO, revision="none")
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder.parent / "none"))
-    with pytest.raises(ValueError, match="is private and the token may not read it"):
+    with pytest.raises(ValueError, match="or is private, and there is no token. Check the name, or log in"):
         read_remote(REPO)
     assert read_remote(REPO, token=TOKEN).tensors
+    with pytest.raises(ConnectionError, match="stray characters") as error:
+        read_remote(REPO, token=DENIED["not ASCII"][0])
+    assert error.value.__cause__ is None and DENIED["not ASCII"][0] not in repr(error.value)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from foreign_checkpoints import KINDS, ct_config, made, modelopt_config
+from hub_server import TOKEN, Entry, Repo, hub
 from safetensors.torch import load_file
 from test_bad_input import edited, put
 from test_without_us import READER
@@ -33,7 +34,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers import auto
 
 import hf_mxfp4
-from hf_mxfp4 import FP4Config, FP4Linear, load, loading
+from hf_mxfp4 import FP4Config, FP4Linear, load
+from hf_mxfp4.checkpoint_files import read_checkpoint
+
+__all__ = ["hub"]
 
 TABLE = [(name, kind) for name in ("llama", "qwen3") for kind in KINDS]  # with biases; with tied embeddings
 TABLE += [("bert", "ct-nvfp4"), ("bert", "modelopt-mxfp4")]
@@ -435,6 +439,27 @@ def test_only_hf_quant_config(tmp_path):
     assert_same_tensors(model.state_dict(), load(whole).state_dict())
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_config_inside_the_text_model(alone, tmp_path):
+    """What a text_config says of quantization is followed, and does not outlive the packed weights it speaks of."""
+    this, auto_model = made("qwen3_vl_moe", "modelopt-mxfp4"), auto_class("qwen3_vl_moe")
+
+    def config(old):
+        old["text_config"]["quantization_config"] = old.pop("quantization_config")
+
+    folder = edited(this.folder, tmp_path / "m", config=config)
+    model = (auto_model.from_pretrained if alone else load)(folder)
+    model.save_pretrained(tmp_path / "saved")
+    model.dequantize().save_pretrained(tmp_path / "dense")
+    for saved in ("saved", "dense"):
+        config = json.loads((tmp_path / saved / "config.json").read_text())
+        assert "quantization_config" not in config["text_config"]
+        assert ("quantization_config" in config) == (saved == "saved")
+    dense = auto_model.from_pretrained(this.dense)
+    assert_same_tensors(auto_model.from_pretrained(tmp_path / "dense").state_dict(), dense.state_dict())
+    assert_same_tensors(load(tmp_path / "saved").dequantize().state_dict(), dense.state_dict())
+
+
 def test_other_methods_stay_with_transformers():
     """Plain `from_pretrained` of what transformers knows is transformers' own business."""
     config = AutoConfig.from_pretrained(made("llama", "ct-nvfp4").folder)
@@ -504,6 +529,7 @@ def test_arguments_it_does_not_take(kwargs):
     [
         ("model.norm.weight", r"holds no weights for 1 .*: model.norm.weight"),
         (f"{Q_PROJ}.bias", rf"holds no weights for 1 .*: {Q_PROJ}.bias"),
+        ("lm_head.weight", r"holds no weights for 1 .*: lm_head.weight"),
         ("model.embed_tokens.weight", r"holds no weights for 1 .*: model.embed_tokens.weight"),
         (f"{Q_PROJ}.weight_scale", rf"{Q_PROJ}.weight_scale"),
         (f"{Q_PROJ}.weight_global_scale", rf"{Q_PROJ}.weight_global_scale"),
@@ -624,22 +650,49 @@ def test_pickle_files(tmp_path):
 # --- repositories ----------------------------------------------------------------------------------------------------
 
 
-def test_repository(monkeypatch, tmp_path):
-    """A name that is no folder is downloaded, as it is told to, and weights in other formats are not."""
-    shutil.copytree(made("llama", "modelopt-nvfp4").folder, tmp_path / "snapshot" / "fp4")
-    asked = []
+def publish(hub, files: dict[str, bytes]) -> None:
+    repo = hub.repos.setdefault("alice/tiny", Repo(True, "alice"))
+    repo.commit("main", {name: Entry(content, name.endswith(".safetensors")) for name, content in files.items()}, "")
+    hub.large |= {entry.sha256: entry.content for entry in repo.files("main").values() if entry.large}
 
-    def download(repo_id, allow_patterns, **kwargs):
-        asked.append((repo_id, allow_patterns, kwargs))
-        return str(tmp_path / "snapshot")
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
-    hub = {"revision": "abc", "token": "hf_x", "cache_dir": tmp_path, "local_files_only": False}
-    model = load("someone/model", subfolder="fp4", **hub)
-    repo_id, patterns, kwargs = asked.pop()
-    assert repo_id == "someone/model" and kwargs == hub
-    assert "fp4/*.safetensors" in patterns and not any(pattern.endswith((".bin", ".pt")) for pattern in patterns)
-    assert model.name_or_path == "someone/model" and outputs(model).isfinite().all()
+@pytest.mark.parametrize("subfolder", ["", "fp4"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_repository(shards, subfolder, hub, tmp_path, monkeypatch):
+    """A name that is no folder is downloaded: the model's own files, and not the same weights in others."""
+    model = load(made("llama", "modelopt-nvfp4").folder)
+    folder = made("llama", "modelopt-nvfp4").folder
+    if shards:
+        folder = tmp_path / "shards"
+        model.save_pretrained(folder, max_shard_size="20KB")
+    under = f"{subfolder}/" if subfolder else ""
+    files = {under + name: content for name, content in file_bytes(folder).items()}
+    others = ("consolidated.safetensors", "original/model.safetensors", "pytorch_model.bin")
+    publish(hub, files | {under + name: b"not to be downloaded" for name in others})
+    found = load("alice/tiny", subfolder=subfolder, token=TOKEN)
+    assert found.name_or_path == "alice/tiny" and torch.equal(outputs(found), outputs(model))
+    cache = tmp_path / "hub_cache"
+    downloaded = {str(path.relative_to(cache)).split("/", 3)[3] for path in cache.glob("*/snapshots/**/*.*")}
+    assert downloaded == files.keys()
+
+    first = hub.repos["alice/tiny"].sha("main")
+    publish(hub, {under + "config.json": b"broken"})
+    assert torch.equal(outputs(load("alice/tiny", subfolder=subfolder, token=TOKEN, revision=first)), outputs(model))
+    with pytest.raises(ValueError, match="is not JSON in UTF-8|not a valid JSON"):
+        load("alice/tiny", subfolder=subfolder, token=TOKEN)
+    hub.sent.clear()
+    offline = {"revision": first, "local_files_only": True}
+    assert torch.equal(outputs(load("alice/tiny", subfolder=subfolder, **offline)), outputs(model))
+    assert not hub.sent
+
+
+def test_files_beside_the_model(tmp_path):
+    """As in transformers: without an index, model.safetensors is all."""
+    folder = edited(made("llama", "ct-nvfp4").folder, tmp_path / "m")
+    before = read_checkpoint(folder)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert read_checkpoint(folder) == before
+    assert torch.equal(outputs(load(folder)), outputs(load(made("llama", "ct-nvfp4").folder)))
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", Path("nowhere")])

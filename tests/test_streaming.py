@@ -231,6 +231,17 @@ def test_experts_stored_fused(tmp_path):
     check("qwen3_moe", tmp_path / "out", "30KB", folder)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_experts_that_are_turned_round(turned, tmp_path):
+    """Qwen3-VL-MoE's stacks are published as `[E, K, N]`, and saved as the model has them."""
+
+    def turn(tensors):
+        return {key: t.mT.contiguous() if turned and "experts." in key else t for key, t in tensors.items()}
+
+    name = "qwen3_vl_moe"
+    check(name, tmp_path / "out", "30KB", rewritten(source(name), tmp_path / "in", turn))
+
+
 LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -4,13 +4,17 @@
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_streaming import assert_same, files, rewritten
 from tiny_models import source
+from transformers import PreTrainedModel
 
 from hf_mxfp4 import FP4Config
 from hf_mxfp4.checkpoint_files import read_checkpoint
@@ -36,6 +41,10 @@ def expected() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         quantize(Path(folder) / "out")
         return files(Path(folder) / "out")
+
+
+def expected_shards() -> list[str]:
+    return sorted(name for name in expected() if name.endswith(".safetensors"))
 
 
 def quantize(output: Path, folder: Path | None = None, **kwargs):
@@ -66,12 +75,15 @@ class Faults:
 
     def __init__(self, monkeypatch, number: int, after: bool, error=Fault):
         self.number, self.after, self.error, self.count = number, after, error, 0
+        self.kinds: list[tuple] = []  # of each call: by which lines of the package it came about
         for owner, name in STEPS:
             monkeypatch.setattr(owner, name, self.wrapped(getattr(owner, name)))
 
     def wrapped(self, function):
         def call(*args, **kwargs):
             self.count += 1
+            stack = [frame for frame in traceback.extract_stack() if "hf_mxfp4" in Path(frame.filename).parts]
+            self.kinds.append(tuple((Path(frame.filename).name, frame.lineno) for frame in stack))
             now = self.count == self.number
             if now and not self.after:
                 raise self.error
@@ -83,27 +95,30 @@ class Faults:
         return call
 
 
-def steps() -> int:
+def steps() -> list[tuple]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
         counter = Faults(monkeypatch, 0, False)
         quantize(Path(folder) / "out")
-    return counter.count
+    return counter.kinds
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_fault_at_every_step(part, tmp_path, monkeypatch):
-    """Whatever call fails, before or after it has worked, the same command makes the same files."""
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_fault_at_every_step(every, tmp_path, monkeypatch):
+    """Whatever call fails, before or after it has worked, the same command makes the same files. One call of each
+    kind; all of them is slow."""
     monkeypatch.setattr(journal, "UNWRITTEN", -1.0)
-    total = steps()
-    assert total > 60  # 4 files of weights, 5 others, records, locks
+    kinds = steps()
+    assert len(kinds) > 60  # 4 files of weights, 5 others, records, locks
+    numbers = range(1, len(kinds) + 1) if every else [kinds.index(kind) + 1 for kind in dict.fromkeys(kinds)]
+    assert len(numbers) > 20
     job = run.Job(str(source("qwen3_moe")), str(tmp_path), FP4Config(), "cpu", SIZE, False)
     one = run.Run(job, read_checkpoint(source("qwen3_moe")))
-    for number in range(1 + part, total + 1, 4):
+    for place, number in enumerate(numbers):
         output = tmp_path / str(number)
         one.output, one.journal = output, Journal(output)
         one.job = one.job._replace(output=str(output))
         with monkeypatch.context() as patch:
-            Faults(patch, number, after=number % 3 == 0)
+            Faults(patch, number, after=place % 3 == 0)
             with contextlib.suppress(Fault):
                 _go(one)
         if (output / FINISHED).exists() and not list((output / FINISHED).iterdir()):
@@ -158,30 +173,36 @@ def test_finished_files_are_not_made_again(tmp_path):
 
 # --- kill -9 ---------------------------------------------------------------------------------------------------------
 
-CHILD = """
-import sys
-from hf_mxfp4 import FP4Config
-from hf_mxfp4.streaming import quantize_checkpoint
-print("begun", flush=True)
-quantize_checkpoint(sys.argv[1], sys.argv[2], FP4Config(), max_shard_size=sys.argv[3], workers=int(sys.argv[4]),
-                    progress=lambda p: print(p.shards_done, p.name, flush=True))
-"""
+
+def child(target, *arguments):
+    """A process that calls `target(pipe, *arguments)`, and the other end of the pipe. A fork: nothing is imported
+    again."""
+    source("qwen3_moe")  # is made once, here
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    with writer, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forks of processes with threads
+        process = context.Process(target=target, args=(writer, *arguments))
+        process.start()
+    return process, reader
 
 
-def child(output: Path, workers: int = 1) -> subprocess.Popen:
-    arguments = [source("qwen3_moe"), output, SIZE, workers]
-    command = [sys.executable, "-c", CHILD, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+def quantize_in_child(pipe, output: Path, workers: int = 1) -> None:
+    torch.set_num_threads(1)  # threads do not survive a fork
+    pipe.send([])
+    children = multiprocessing.active_children
+    quantize(output, workers=workers, progress=lambda p: pipe.send([one.pid for one in children()]))
 
 
-@pytest.mark.parametrize("lines", [2, 15])
-def test_kill(lines, tmp_path):
+@pytest.mark.parametrize("calls", [2, 15])
+def test_kill(calls, tmp_path):
     """Killed while it works; the locks it leaves are its own, and at most one file is half-written."""
-    output, process = tmp_path / "out", child(tmp_path / "out")
-    for _ in range(lines):
-        process.stdout.readline()
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    output = tmp_path / "out"
+    process, pipe = child(quantize_in_child, output)
+    for _ in range(calls):
+        pipe.recv()
+    process.kill()
+    process.join()
     assert_not_visible(output)
     assert len(list(output.glob(".*.partial"))) <= 1 and len(list((output / JOURNAL).glob("*.lock"))) <= 1
     quantize(output)
@@ -191,10 +212,37 @@ def test_kill(lines, tmp_path):
 def test_two_processes_on_one_output(tmp_path):
     """Each makes some of the files; both end when all are there."""
     output = tmp_path / "out"
-    run_ = [child(output) for _ in range(2)]
-    lines = [process.communicate()[0].splitlines() for process in run_]
-    assert [process.returncode for process in run_] in ([0, 0], [1, 0], [0, 1])  # one may come when all is done
-    assert lines[0][0] == lines[1][0] == "begun"
+    children = [child(quantize_in_child, output) for _ in range(2)]
+    assert [pipe.recv() for _, pipe in children] == [[], []]
+    for process, pipe in children:
+        while True:
+            try:
+                pipe.recv()
+            except EOFError:
+                break
+        process.join()
+    assert [process.exitcode for process, _ in children] in ([0, 0], [1, 0], [0, 1])  # one may come when all is done
+    assert_complete(output)
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    """Killed alone, it leaves no processes that work on or wait, here for a file that another machine is at."""
+    output = tmp_path / "out"
+    interrupted(output)
+    lock = foreign_lock(output / JOURNAL, expected_shards()[0])
+    process, pipe = child(quantize_in_child, output, 2)
+    while len(list((output / JOURNAL).glob("*.done"))) < len(expected_shards()) - 1:
+        workers = pipe.recv()
+    process.kill()
+    process.join()
+    deadline = time.monotonic() + 60
+    while any(journal._started(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(journal._started(pid) for pid in workers)
+    assert_not_visible(output)
+    assert not list(output.glob(".*.partial"))
+    lock.unlink()
+    quantize(output)
     assert_complete(output)
 
 
@@ -330,7 +378,7 @@ def test_a_file_taken_away_from_a_slow_process(tmp_path, monkeypatch):
         write(self, folder, shard, temporary, advance)
 
     monkeypatch.setattr(run.Worker, "write", taken_away)
-    monkeypatch.setattr(journal, "ABANDONED", -1.0)
+    monkeypatch.setattr(journal, "UNWRITTEN", -1.0)
     quantize(tmp_path / "out")
     assert slow
     assert_complete(tmp_path / "out")
@@ -341,7 +389,7 @@ def test_waits_for_another_machine(tmp_path, monkeypatch):
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         quantize(output, progress=lambda p: (_ for _ in ()).throw(KeyboardInterrupt))
-    path = foreign_lock(output / JOURNAL, sorted(shard for shard in expected() if shard.endswith(".safetensors"))[0])
+    path = foreign_lock(output / JOURNAL, expected_shards()[0])
     waits = []
 
     def sleep(seconds):
@@ -379,7 +427,7 @@ def interrupted(output: Path, folder: Path | None = None) -> None:
         quantize(output, folder, progress=lambda p: (_ for _ in ()).throw(KeyboardInterrupt))
 
 
-def test_another_config_or_source(tmp_path):
+def test_another_config_or_source(tmp_path, monkeypatch):
     """Refused by name; the one that began goes on."""
     output = tmp_path / "out"
     interrupted(output)
@@ -390,10 +438,17 @@ def test_another_config_or_source(tmp_path):
         quantize_checkpoint(source("qwen3_moe"), output, FP4Config())
     with pytest.raises(ValueError, match="begun with another .*Run the command it was begun with"):
         quantize_checkpoint(source("llama"), output, FP4Config(), **arguments)
-    shutil.copytree(source("qwen3_moe"), tmp_path / "copy")
-    (tmp_path / "copy" / "model.safetensors").touch()
+    copy = tmp_path / "copy"
+    shutil.copytree(source("qwen3_moe"), copy)
+    (copy / "model.safetensors").touch()
     with pytest.raises(ValueError, match=r"begun with another source: files.model.safetensors is"):
-        quantize(output, tmp_path / "copy")
+        quantize(output, copy)
+    one = run.Run(run.Job(str(tmp_path / "copy"), str(output), FP4Config(), "cpu", SIZE, False), read_checkpoint(copy))
+    with pytest.raises(ValueError, match="begun with another source"):
+        one.resume()  # as each worker does: files may change before it has begun
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="begun with another versions: hf_mxfp4 is"):
+        patch.setattr(run, "__version__", "0.0")
+        quantize(output)
     quantize(output)
     assert_complete(output)
 
@@ -406,13 +461,34 @@ def test_a_finished_output(tmp_path):
 
 
 def test_killed_while_the_journal_is_removed(tmp_path):
-    """The same command ends well, and removes what is left of it."""
+    """The same command ends well, makes nothing again, and removes what is left of it."""
     output = tmp_path / "out"
     interrupted(output)
     shutil.copytree(output / JOURNAL, tmp_path / "journal")
-    quantize(output)
-    shutil.copytree(tmp_path / "journal", output / FINISHED)
-    quantize(output)
+    shards = quantize(output).shards
+    shutil.copytree(tmp_path / "journal", output / FINISHED)  # its records are gone already
+    times = {path: path.stat().st_mtime_ns for path in output.iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match="begun with another config"):
+        quantize_checkpoint(source("qwen3_moe"), output, FP4Config(format="mxfp4"), max_shard_size=SIZE)
+    assert quantize(output).resumed == len(shards)
+    assert times == {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    assert_complete(output)
+
+
+def test_damaged_records(tmp_path):
+    """A record that cannot be read is none; without the manifest nothing can be said."""
+    output = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quantize(output, progress=lambda p: (_ for _ in ()).throw(KeyboardInterrupt) if p.shards_done == 2 else None)
+    first, second = (output / JOURNAL).glob("*.done")
+    first.write_bytes(b"")
+    second.write_text('{"size": 1}')
+    manifest = (output / JOURNAL / "manifest.json").read_bytes()
+    (output / JOURNAL / "manifest.json").write_bytes(manifest[:-9])
+    with pytest.raises(ValueError, match=r"manifest.json is damaged. Remove .* and start again"):
+        quantize(output)
+    (output / JOURNAL / "manifest.json").write_bytes(manifest)
+    assert quantize(output).resumed == 0
     assert_complete(output)
 
 
@@ -438,8 +514,11 @@ def test_arguments_that_are_refused(tmp_path):
         (dict(workers=0), "workers=0; allowed: an int, at least 1"),
         (dict(max_shard_size="5"), "max_shard_size=\"?'?5"),
         (dict(device="cuda"), "torch sees no GPU"),
+        (dict(device="cuda:99"), "torch sees .* GPU"),
+        (dict(device="gpu"), 'device=\'gpu\'; allowed: "cpu", "cuda"'),
+        (dict(device="meta"), 'device=\'meta\'; allowed: "cpu", "cuda"'),
     ]:
-        if "device" in kwargs and torch.cuda.is_available():
+        if kwargs.get("device") == "cuda" and torch.cuda.is_available():
             continue
         with pytest.raises(ValueError, match=message):
             quantize_checkpoint(source("llama"), output, FP4Config(), **kwargs)
@@ -535,23 +614,22 @@ def test_a_source_cut_off_within_its_time_stamp(tmp_path):
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
 
-FULL = """
-import resource, sys
-from hf_mxfp4 import FP4Config
-from hf_mxfp4.streaming import quantize_checkpoint
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-try:
-    quantize_checkpoint(sys.argv[1], sys.argv[2], FP4Config(), max_shard_size=sys.argv[3])
-except OSError as error:
-    print(type(error).__name__, error)
-"""
+
+def quantize_with_little_space(pipe, output: Path) -> None:
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    try:
+        quantize(output)
+    except OSError as error:
+        pipe.send(f"{type(error).__name__} {error}")
 
 
 def test_no_space_in_the_middle(tmp_path):
     """A limit on the size of files stands for a full disk. Nothing half-written stays, and all goes on later."""
     output = tmp_path / "out"
-    command = [sys.executable, "-c", FULL, source("qwen3_moe"), output, SIZE]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    process, pipe = child(quantize_with_little_space, output)
+    found = pipe.recv()
+    process.join()
     assert "OSError [Errno 27] File too large" in found and "The same command goes on" in found
     assert_not_visible(output)
     assert not list(output.glob(".*.partial")) and not list((output / JOURNAL).glob("*.lock"))
@@ -564,10 +642,36 @@ def test_no_space_before(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "HEADROOM", usage.free + 1)
     with pytest.raises(OSError, match="GB will be written, and .* are free"):
         quantize(tmp_path / "out")
+    monkeypatch.undo()
+    shutil.copytree(source("qwen3_moe"), tmp_path / "in")
+    with (tmp_path / "in" / "video.mp4").open("wb") as file:
+        file.truncate(2 * usage.free)  # a hole; what is copied counts
+    with pytest.raises(OSError, match="GB will be written, and .* are free"):
+        quantize(tmp_path / "out", tmp_path / "in")
     assert not (tmp_path / "out").exists()
+
+
+def test_another_transformers(tmp_path, monkeypatch):
+    """One without the methods that are replaced would load all weights."""
+    monkeypatch.delattr(PreTrainedModel, "_finalize_model_loading")
+    with pytest.raises(RuntimeError, match="has no _finalize_model_loading; install one of"):
+        quantize(tmp_path / "out")
 
 
 def test_a_file_system_without_links(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", lambda *args: (_ for _ in ()).throw(PermissionError("no links here")))
     quantize(tmp_path / "out")
     assert_complete(tmp_path / "out")
+
+
+def test_workers_ignore_ctrl_c_from_their_first_moment():
+    """While they import, too, which takes seconds; this process hears it again once they are started."""
+    seen = []
+
+    class Child:
+        def start(self):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    before = signal.getsignal(signal.SIGINT)
+    processes._start(Child())
+    assert seen == [signal.SIG_IGN] and signal.getsignal(signal.SIGINT) == before

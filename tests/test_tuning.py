@@ -638,7 +638,7 @@ def test_a_wrong_candidate_is_named(made_gpu, monkeypatch):
         (["--shapes", "64x48"], "with K in 32s"),
         (["--shapes", "ax32"], "expected positive numbers"),
         (["--shapes", "64x32", "--model", "x"], "give --shapes or --model, not both"),
-        (["--model", "no/such-model"], "no/such-model is not a folder"),
+        (["--model", "/no/such/folder"], "/no/such/folder is not a folder"),
         (["--tokens", "1,0"], "expected positive numbers"),
         (["--formats", "fp8"], "allowed: mxfp4, nvfp4, mxfp4+macro"),
         (["--dtype", "int8"], "allowed: bf16, fp16, fp32"),

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from test_bad_input import edited, poke, put
-from tiny_models import auto_class, case, source
+from tiny_models import assert_same_tensors, auto_class, case, source
 
-from hf_mxfp4 import verification
+from hf_mxfp4 import FP4Config, verification
 from hf_mxfp4.checkpoint_writer import CHECKSUMS, write_checksums
-from hf_mxfp4.export import export_checkpoint
+from hf_mxfp4.export import CannotExport, export_checkpoint
+from hf_mxfp4.formats import NVFP4, QuantizedTensor
+from hf_mxfp4.reference import dequantize
 from hf_mxfp4.verification import LARGEST_ERROR, verify_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -153,6 +156,8 @@ CHANGED = {
     ),
     "no checksum": (append("abc  model.safetensors"), f"{CHECKSUMS}, line 5: not a SHA-256 checksum and a file name."),
     "a path": (append(f"{NONE}  ../x"), f"{CHECKSUMS}, line 5: '../x' lies outside of the folder."),
+    "a name too long": (append(f"{NONE}  {'x' * 300}"), f"{'x' * 300} is missing, and {CHECKSUMS} names it."),
+    "no name at all": (append(f"{NONE}  \0"), f"\0 is missing, and {CHECKSUMS} names it."),
     "an absolute path": (append(f"{NONE}  /etc/passwd"), f"{CHECKSUMS}, line 5: '/etc/passwd' lies outside of the"),
 }
 
@@ -306,3 +311,85 @@ def test_sources_refused(tmp_path):
         verify_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="is not a folder"):
         verify_checkpoint(case("llama").folder, tmp_path / "nowhere")
+
+
+def experts(**stored) -> dict[str, torch.Tensor]:
+    return {f"model.layers.0.mlp.experts.{name}": tensor for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("width", [48, 32], ids=["", "square"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("direction", ["stack of the source", "stack of the checkpoint"])
+def test_stacks_of_experts(direction, transposed, width, tmp_path):
+    """Experts may be one stack in the source and one by one in the checkpoint, or the reverse (Llama 4, Qwen3.5)."""
+    torch.manual_seed(0)
+    stacks, one_by_one, codes = {}, {}, {}
+    for name, leaves, n, k in (
+        ("gate_up_proj", ("gate_proj", "up_proj"), 2 * width, 32),
+        ("down_proj", ("down_proj",), 32, width),
+    ):
+        packed = torch.randint(0, 256, (3, n, k // 2), dtype=torch.uint8)
+        scale = torch.randint(40, 60, (3, n, k // 16), dtype=torch.uint8).view(torch.float8_e4m3fn)
+        whole = QuantizedTensor(packed.view(-1, k // 2), scale.view(-1, k // 16), torch.tensor([1.0]), NVFP4)
+        dense = dequantize(whole, torch.float32).view(3, n, k).bfloat16()
+        stacks[name] = dense.mT.contiguous() if transposed else dense
+        turn = (lambda t: t.view(torch.uint8).mT.contiguous().view(t.dtype)) if transposed else torch.clone
+        codes |= {name: turn(packed), f"{name}_weight_scale": turn(scale), f"{name}_weight_scale_2": torch.tensor(1.0)}
+        for expert in range(3):
+            for leaf, rows in zip(leaves, dense[expert].chunk(len(leaves)), strict=True):
+                one_by_one[f"{expert}.{leaf}.weight"] = rows.clone()
+    folder, original = tmp_path / "packed", tmp_path / "source"
+    folder.mkdir(), original.mkdir()
+    save_file(experts(**codes), folder / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    if direction == "stack of the source":
+        export_checkpoint(folder, tmp_path / "out", "compressed-tensors")
+        folder, count, source_tensors = tmp_path / "out", 9, experts(**stacks)
+    else:
+        count, source_tensors = 2, experts(**one_by_one)
+    save_file(source_tensors, original / "model.safetensors")
+    found = verify_checkpoint(folder, original)
+    assert found.findings == [] and len(found.errors) == count and found.errors[found.worst] == 0
+    save_file({key: tensor * 2 for key, tensor in source_tensors.items()}, original / "model.safetensors")
+    findings = verify_checkpoint(folder, original).findings
+    assert len(findings) == count and all("relative squared error 0.25" in finding for finding in findings)
+
+
+def test_an_expert_less(tmp_path):
+    """A stack of the source counts as stored only if all of it is."""
+    save = {"experts.down_proj": torch.ones(3, 32, 48)}
+    (tmp_path / "source").mkdir(), (tmp_path / "packed").mkdir()
+    save_file(save, tmp_path / "source/model.safetensors")
+    tensors = {}
+    for expert in range(2):
+        tensors[f"experts.{expert}.down_proj.weight"] = torch.full((32, 24), 0x22, dtype=torch.uint8)
+        tensors[f"experts.{expert}.down_proj.weight_scale"] = torch.ones(32, 3).to(torch.float8_e4m3fn)
+        tensors[f"experts.{expert}.down_proj.weight_scale_2"] = torch.tensor(1.0)
+    save_file(tensors, tmp_path / "packed/model.safetensors")
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}
+    (tmp_path / "packed/config.json").write_text(json.dumps(config))
+    found = verify_checkpoint(tmp_path / "packed", tmp_path / "source")
+    assert found.findings == ["experts.down_proj of the source is missing."] and set(found.errors.values()) == {0.0}
+
+
+@pytest.mark.parametrize("fields", [{}, {"outlier_fallback": 0.01}], ids=["", "outliers"])
+def test_experts_under_another_name(fields, tmp_path):
+    """GraniteMoE's own checkpoints call the stacks of experts `input_linear.weight`; only codes are stored so."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.GraniteMoeConfig(**sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "source")
+    packed = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", quantization_config=FP4Config(format="nvfp4", **fields), dtype=torch.bfloat16
+    )
+    packed.save_pretrained(tmp_path / "packed")
+    found = verify_checkpoint(tmp_path / "packed", tmp_path / "source")
+    assert found.findings == [] and found.packed == 6 and 0 < found.errors[found.worst] < 0.03
+    with pytest.raises(CannotExport, match="neither a linear's weight nor a stack of experts|outliers"):
+        export_checkpoint(tmp_path / "packed", tmp_path / "out", "compressed-tensors")
+    export_checkpoint(tmp_path / "packed", tmp_path / "out", "bf16")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    packed.dequantize()
+    assert_same_tensors(dense.state_dict(), packed.state_dict())

@@ -28,7 +28,8 @@ _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 
 def tiny_config(name: str, **changes):
-    """Config of a tiny model: qwen3, llama (bias), bert, one of `MIXTURES`, or qwen2_moe (a linear as gate)."""
+    """Config of a tiny model: qwen3, llama (bias), bert, one of `MIXTURES`, qwen2_moe (a linear as gate), or
+    qwen3_vl_moe (a text model inside another, experts that are turned round while they load)."""
     make = {
         "qwen3": lambda **kw: transformers.Qwen3Config(tie_word_embeddings=True, **kw),
         "llama": lambda **kw: transformers.LlamaConfig(attention_bias=True, mlp_bias=True, **kw),
@@ -54,6 +55,19 @@ def tiny_config(name: str, **changes):
         "gpt_oss": lambda **kw: transformers.GptOssConfig(
             num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"] * 2, **kw
         ),
+        "qwen3_vl_moe": lambda **kw: transformers.Qwen3VLMoeConfig(
+            text_config={
+                **kw,
+                **_EXPERTS,
+                "moe_intermediate_size": 96,  # no stack of experts is square
+                "num_experts": 4,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            },
+            vision_config={
+                **{"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64},
+                "deepstack_visual_indexes": [0],
+            },
+        ),
         "bert": lambda **kw: transformers.BertConfig(
             **{k: v for k, v in kw.items() if k not in ("num_key_value_heads", "head_dim")}
         ),
@@ -65,8 +79,7 @@ def tiny_model(name: str, dtype=torch.bfloat16, seed: int = 0, **changes):
     """A tiny model with random weights of a trained model's size (standard deviation 0.05)."""
     torch.manual_seed(seed)
     config = tiny_config(name, **changes)
-    make = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
-    model = make.from_config(config, dtype=dtype).eval()
+    model = auto_class(name).from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -85,7 +98,8 @@ def tokens(rows: int = 2, length: int = 7, seed: int = 1) -> torch.Tensor:
 
 def auto_class(name: str):
     """The `Auto` class a tiny model is loaded with."""
-    return transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
+    others = {"bert": transformers.AutoModel, "qwen3_vl_moe": transformers.AutoModelForImageTextToText}
+    return others.get(name, transformers.AutoModelForCausalLM)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_mxfp4 import analysis
-from hf_mxfp4.cli.common import Json, bars, local_folder, print_json, say, track
+from hf_mxfp4.cli.common import Json, bars, check_regex, local_folder, print_json, say, track
 from hf_mxfp4.formats import FORMATS
 from hf_mxfp4.scales import SCALE_RULES
 
@@ -39,21 +39,22 @@ def analyze(
     usable = [name for name, row in SCALE_RULES.items() if format in row.formats]
     if rule not in usable:
         raise typer.BadParameter(f"{rule!r}; allowed for {format}: {', '.join(usable)}.", param_hint="--rule")
+    check_regex("--skip", [skip])
     found = analysis.find_matrices(local_folder(model), FORMATS[format].block_size, skip)
     if not found:
         raise typer.BadParameter(f"{model} holds no safetensors file with matrices to quantize.", param_hint="MODEL")
+    output.mkdir(parents=True, exist_ok=True)  # what cannot be written to shows before the work
     report = analysis.analyze(track(found, "analyzing"), FORMATS[format], rule)
     if corrections:
         with bars() as progress:
             task = progress.add_task("correcting", total=2 * len(found))
             analysis.correct(report, _Tracked(found, lambda: progress.advance(task)))
-    output.mkdir(parents=True, exist_ok=True)
     (output / "analysis.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     analysis.plot(report, output / "analysis.png")
     if as_json:
         print_json(report.to_dict())
     else:
-        Console().print(_table(report))
+        Console(markup=False).print(_table(report))
         if corrections:
             steps = {rule: report.overall.summary()["total"]} | report.corrected()
             Console().print("error: " + ", ".join(f"{step} {error:.5f}" for step, error in steps.items()))

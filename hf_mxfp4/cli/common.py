@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,11 +40,13 @@ from hf_mxfp4.checkpoint_files import read_header
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]
 Source = Annotated[str, typer.Argument(help="A folder, or a model on the Hub (user/name).", show_default=False)]
-Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(help="A checkpoint's folder.", show_default=False, exists=True, file_okay=False)
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run model code of the checkpoint.")]
 
-MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
-_AWAY = (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, NotASafetensorsRepoError, OfflineModeIsEnabled)
+MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "LICENSE*")
+_AWAY = (HfHubHTTPError, LocalEntryNotFoundError, NotASafetensorsRepoError, OfflineModeIsEnabled)
 _SILENCE = 30.0  # seconds between lines where there is no terminal to draw a bar on
 
 console = Console(stderr=True)
@@ -57,8 +60,13 @@ class Call:
 
 
 def command_line() -> str:
-    """The command as it was typed, for records; of absolute paths only the last part, which says enough."""
-    return shlex.join(Path(word).name if word.startswith(("/", "~")) else word for word in Call.words)
+    """The command as it was typed, for records."""
+    return for_records(Call.words)
+
+
+def for_records(words: Iterable[str]) -> str:
+    """A command line that others may read: of absolute paths only the last part, which says enough."""
+    return shlex.join(re.sub(r"(^|=)[/~].*", lambda path: path[1] + Path(path[0]).name, word) for word in words)
 
 
 def print_json(document: Any) -> None:
@@ -151,17 +159,30 @@ def choices(option: str, given: str, allowed: Iterable[str]) -> list[str]:
     return chosen
 
 
-def device_of(option: str | None) -> str:
-    """The device that --device names: `"auto"` (all of them), or one that torch can use; a GPU if it is not given."""
-    if option is None:
+def check_regex(option: str, given: Iterable[str]) -> None:
+    """Raise for what is no regular expression."""
+    for pattern in given:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            message = f"{pattern!r} is not a regular expression: {error}."
+            raise typer.BadParameter(message, param_hint=option) from error
+
+
+def device_of(given: str | None, option: str = "--device", *, auto: bool = False) -> str:
+    """The device that an option names: one that torch can use, or `"auto"` (all); a GPU if it is not given."""
+    if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if auto and given == "auto":
+        return given
     try:
-        kind = "auto" if option == "auto" else torch.device(option).type
-    except RuntimeError as error:
-        raise typer.BadParameter(f"{option!r}; allowed: cpu, cuda, cuda:1, auto.", param_hint="--device") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter(f"{option!r}, and torch sees no GPU; see hf-mxfp4 doctor.", param_hint="--device")
-    return option
+        if torch.empty(0, device=given).device.type != "meta":
+            return given
+        why = None
+    except (RuntimeError, AssertionError) as error:  # the second of a torch without CUDA
+        why = error
+    allowed = f"allowed: cpu, cuda, cuda:1{', auto' if auto else ''}. What there is says hf-mxfp4 doctor"
+    raise typer.BadParameter(f"torch cannot use {given!r}; {allowed}.", param_hint=option) from why
 
 
 def check_hub_id(model: str) -> None:
@@ -176,25 +197,23 @@ def check_hub_id(model: str) -> None:
 def local_folder(model: str, *patterns: str) -> Path:
     """A folder as it is, or the folder of a model that is downloaded from the Hub (safetensors files if no others are
     asked for)."""
-    if Path(model).is_dir():
+    if model and Path(model).is_dir():
         return Path(model)
+    check_hub_id(model)
     try:
         return Path(snapshot_download(model, allow_patterns=patterns or "*.safetensors"))
     except _AWAY as error:
-        raise typer.BadParameter(f"{model} is not a folder, and not to be had from the Hub: {error}") from error
+        raise ValueError(f"{model} is not a folder, and not to be had from the Hub: {error}") from error
 
 
 def headers(model: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Dtypes and shapes of a model's tensors; of one on the Hub, only the headers of its files are read."""
-    if Path(model).is_dir():
-        try:
-            read = [read_header(file) for file in sorted(Path(model).glob("*.safetensors"))]
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--model") from error
+    if model and Path(model).is_dir():
+        read = [read_header(file) for file in sorted(Path(model).glob("*.safetensors"))]
         return {name: (tensor.dtype, tensor.shape) for header in read for name, tensor in header.items()}
+    check_hub_id(model)
     try:
         files = get_safetensors_metadata(model).files_metadata.values()
     except (*_AWAY, OSError) as error:
-        message = f"{model} is not a folder, and not to be had from the Hub: {error}"
-        raise typer.BadParameter(message, param_hint="--model") from error
+        raise ValueError(f"{model} is not a folder, and not to be had from the Hub: {error}") from error
     return {name: (info.dtype, tuple(info.shape)) for file in files for name, info in file.tensors.items()}

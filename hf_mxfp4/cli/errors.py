@@ -90,7 +90,8 @@ def _raised_in(traceback: TracebackType | None) -> str | None:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     code = traceback.tb_frame.f_code
-    return code.co_filename if code.co_code[traceback.tb_lasti] == dis.opmap["RAISE_VARARGS"] else None
+    at = traceback.tb_lasti  # a slice, since frames that compiled extensions make up have no code
+    return code.co_filename if code.co_code[at : at + 1] == bytes([dis.opmap["RAISE_VARARGS"]]) else None
 
 
 def message_of(error: BaseException) -> str:

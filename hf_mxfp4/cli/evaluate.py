@@ -18,7 +18,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import __version__
-from hf_mxfp4.checkpoint_files import quantization_of, read_json
+from hf_mxfp4.checkpoint_files import quantization_of, read_checkpoint, read_json
 from hf_mxfp4.checkpoint_writer import write_file
 from hf_mxfp4.cli.common import (
     MODEL_FILES,
@@ -80,9 +80,11 @@ def evaluate(
     if activation is not None:
         check_choice("--activation", activation, ("same",))
     check_choice("--dtype", dtype, DTYPES)
-    place = device_of(device)
+    place = device_of(device, auto=True)
     options = {"device_map": place, "dtype": dtype, "trust_remote_code": trust_remote_code}
     folders = {name: local_folder(name, *MODEL_FILES) for name in (model, reference) if name is not None}
+    for folder in folders.values():
+        read_checkpoint(folder)  # damaged files show at once, and pickles are refused
     path = _output(output, Path(model))
     tokenizer = _tokenizer(list(folders.values()), trust_remote_code)
     manager, names = _find_tasks(tasks)
@@ -100,13 +102,21 @@ def evaluate(
 
             lm = as_lm(loaded, tokenizer, batch_size, softmax_dtype="float32")
             found["tasks"] = scores_of(lm, names, manager, limit)
+    if path is not None and folders[model] == Path(model):
+        from hf_mxfp4.hub.errors import fingerprint
+
+        found["weights"] = fingerprint(model)  # by which a card tells that it is of these
+    if path is not None:
+        try:
+            write_file(path, (json.dumps(found, indent=2) + "\n").encode())
+        except OSError:
+            say(json.dumps(found))  # what took hours is not lost
+            raise
+        say(f"wrote {path}")
     if as_json:
         print_json(found)
     else:
         _print(found)
-    if path is not None:
-        write_file(path, (json.dumps(found, indent=2) + "\n").encode())
-        say(f"wrote {path}")
 
 
 def _output(given: Path | None, folder: Path) -> Path | None:
@@ -143,7 +153,10 @@ def _tokenizer(folders: list[Path], trust_remote_code: bool):
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json")
     for folder in folders:
         if any((folder / name).is_file() for name in names):
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            try:
+                return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            except Exception as error:  # of whatever kind: it is parsed in Rust, too
+                raise ValueError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
     raise ValueError(f"{folders[0]} holds no tokenizer. Copy that of the model it was made of, or give --reference.")
 
 

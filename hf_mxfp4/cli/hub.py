@@ -15,7 +15,7 @@ def card(
     folder: Folder,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the model it was made of.")] = None,
     source: Annotated[
-        str | None, typer.Option(help="The same in full precision: measures every weight's error.")
+        str | None, typer.Option(help="The same in full precision: measures each weight's error, takes its licence.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="README.md in the folder if not given.")] = None,
     command: Annotated[str | None, typer.Option(help="The command that made it, to be shown.")] = None,
@@ -30,7 +30,7 @@ def card(
     """
     from hf_mxfp4.hub import write_card
 
-    original = None if source is None else local_folder(source, *MODEL_FILES)
+    original = None if source is None else local_folder(source, *MODEL_FILES, "README.md")
     path = write_card(folder, output, base_model=base_model, source=original, command=command)
     if as_json:
         print_json({"card": str(path)})

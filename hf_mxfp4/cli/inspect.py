@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from hf_mxfp4.checkpoint_files import TensorReader, read_checkpoint
 from hf_mxfp4.cli.common import Json, Source, check_hub_id, print_json
@@ -31,7 +29,7 @@ def inspect(
     """
     from hf_mxfp4.inspection import inspect_checkpoint
 
-    if Path(source).is_dir():
+    if source and Path(source).is_dir():
         if revision is not None:
             raise typer.BadParameter(f"{source} is a folder, which has no revisions.", param_hint="--revision")
         checkpoint = read_checkpoint(source)
@@ -50,20 +48,13 @@ def inspect(
     if as_json:
         print_json(found.to_dict())
     else:
-        Console().print(_table(source, found.to_dict()))
-
-
-def _table(source: str, found: dict) -> Table:
-    """What `Inspection.to_dict` says, in two columns."""
-    table = Table(title=source, box=None, show_header=False, title_justify="left", padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _rows(found):
-        table.add_row(name, text, style=None)
-    return table
+        rows = _rows(found.to_dict())
+        width = max(len(name) for name, _ in rows) + 2
+        print(source, *(f"{name:<{width}}{text}" for name, text in rows), sep="\n")
 
 
 def _rows(found: dict) -> list[tuple[str, str]]:
+    """What `Inspection.to_dict` says, in two columns."""
     rows = [("layout", found["layout"])]
     rows += [("made by", found["origin"])] if found.get("origin") else []
     if found.get("recipe"):

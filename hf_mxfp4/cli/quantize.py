@@ -85,14 +85,19 @@ def quantize(
     config = recipe.config_of({name: value for name, value in locals().items() if name in recipe.OPTIONS})
     check_choice("--dtype", dtype, DTYPES)
     device = device_of(device)
+    if calibration_device is not None:
+        device_of(calibration_device, "--calibration-device")
+    whole = _why_whole(config, dtype)
+    if whole and workers > 1:
+        raise typer.BadParameter(f"{whole}: this is done by one process.", param_hint="--workers")
     folder = local_folder(source, *MODEL_FILES)
     if dry_run:
         found = _plan(folder, output, config, max_shard_size, trust_remote_code)
         print_json(found) if as_json else _print_plan(found)
         return
     rest = {"device": device, "max_shard_size": max_shard_size}
-    if config.needs_whole_model or dtype != "auto":
-        say(f"{_why_whole(config, dtype)}: this takes the whole model in memory")
+    if whole:
+        say(f"{whole}: this takes the whole model in memory")
         _whole(folder, output, config, dtype=dtype, trust=trust_remote_code, **rest)
     else:
         _stream(folder, output, config, workers=workers, trust_remote_code=trust_remote_code, **rest)
@@ -150,7 +155,9 @@ def _plan(folder: Path, output: Path, config: FP4Config, max_shard_size: str, tr
     plain = FP4Config(**{name: getattr(config, name) for name in config.given if not name.startswith(_CALIBRATED)})
     job = Job(str(folder), str(output), plain, "cpu", max_shard_size, trust)
     with quiet_libraries():
-        done = Run(job, read_source(folder)).summary(0)
+        run = Run(job, read_source(folder))
+        done = run.summary(0)
+    check_output(folder, output, done.output_bytes, force=run.journal.exists)
     return done._asdict() | {"output": str(output), "without": [name for name in parts if getattr(config, name)]}
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_mxfp4.cli.common import check_regex
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.formats import FORMATS
 from hf_mxfp4.scales import SCALE_RULES
@@ -68,9 +69,14 @@ def config_of(options: dict[str, Any]) -> FP4Config:
     Raises:
         typer.BadParameter: for what `FP4Config` refuses.
     """
-    values = {FIELDS.get(name, name): value for name, value in options.items() if value not in (None, False, [])}
+    values = {
+        FIELDS.get(name, name): value
+        for name, value in options.items()
+        if value is not None and value is not False and value != []
+    }
     if str(values.get("search", "")).isdecimal():
         values["search"] = int(values["search"])
+    check_regex("--skip", values.get("modules_to_not_convert", ()))
     if "overrides" in values:
         values["overrides"] = dict(_override(text) for text in values["overrides"])
     try:

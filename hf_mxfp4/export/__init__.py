@@ -7,12 +7,8 @@ Files to files: no model is built, and only one unit (`units`) of a checkpoint i
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ import torch
 
 from hf_mxfp4.checkpoint_files import Checkpoint, TensorReader, read_checkpoint
 from hf_mxfp4.checkpoint_writer import (
-    CHECKSUMS,
     DTYPES,
     Shard,
     ShardWriter,
@@ -36,7 +31,9 @@ from hf_mxfp4.checkpoint_writer import (
 )
 from hf_mxfp4.checkpoints import FULL_PRECISION, HF_MXFP4_KEY, compressed_tensors_config
 from hf_mxfp4.export import configs
+from hf_mxfp4.export.output import HF_QUANT_CONFIG, beside, copy_others, remove_leftovers
 from hf_mxfp4.export.units import (
+    MANY,
     CannotExport,
     Changes,
     Packing,
@@ -66,12 +63,6 @@ PACKINGS = {
 TARGETS = (*PACKINGS, "bf16")
 _UNMAP_EVERY = 1 << 29  # bytes read: pages of mapped files count as memory of this process
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HF_QUANT_CONFIG = "hf_quant_config.json"
-# Of a source's files, those that belong to its weights or tell of them.
-_NOT_COPIED = ("config.json", _HF_QUANT_CONFIG, CHECKSUMS, "README.md", "evaluation.json", "error.json")
-_NOT_COPIED_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json", ".gguf", ".onnx", ".png")
-
-_TEMPLATES = "additional_chat_templates"  # the one folder that tokenizers have
 
 Progress = Callable[[int, int, str], None]  # bytes read, bytes to read, the tensor last read
 
@@ -153,16 +144,18 @@ def export_checkpoint(
     changes = Changes(requantize)
     units = _units(checkpoint, contents, target, dtype, changes)
     shards = _shards(units, max_shard_size)
+    left = remove_leftovers(check_output(source, output))
     folder = check_output(source, output, sum(shard.nbytes for shard in shards))
     summary = Summary(contents.layout, contents.origin, target, len(contents.matrices))
-    summary.skipped, summary.notes = dict(contents.skipped), _notes(contents, target)
-    with _beside(folder) as place:
+    summary.skipped, summary.notes = dict(contents.skipped), _notes(checkpoint, contents, target)
+    summary.notes += [f"{place} is of another export to this output. If none is running, remove it." for place in left]
+    with beside(folder) as place:
         with TensorReader(source, checkpoint.tensors) as reader:
             _write(place, units, shards, reader, progress)
         specs = {name: spec for shard in shards for name, spec in shard.tensors.items()}
         parameters = sum(torch.Size(spec.shape).numel() for spec in specs.values())
         write_index(place, shards, parameters, total_size(specs))
-        _copy_others(source, place)
+        copy_others(source, place)
         _write_configs(place, checkpoint, contents, target, dtype)
         write_checksums(place)
     summary.tensors, summary.files, summary.nbytes = len(specs), [shard.name for shard in shards], total_size(specs)
@@ -236,42 +229,20 @@ def _write(place: Path, units: list[Unit], shards: list[Shard], read: TensorRead
 
 
 def _problems(units: list[Unit], read: TensorReader) -> list[CannotExport]:
-    found = []
+    """What else cannot be exported, until there is enough of it to tell what is wrong: files may be large."""
+    found, mapped = [], 0
     for unit in units:
         try:
             unit.make(read)
         except CannotExport as error:
             found.append(error)
+            if sum(len(error.modules) for error in found) >= MANY:
+                break
+        mapped += unit.nbytes
+        if mapped > _UNMAP_EVERY:
+            read.close()
+            mapped = 0
     return found
-
-
-@contextmanager
-def _beside(folder: Path):
-    """A temporary folder beside `folder` that becomes it, or is removed after an error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield place
-        mask = os.umask(0)
-        os.umask(mask)
-        place.chmod(0o777 & ~mask)  # mkdtemp's folders are private
-        if folder.exists():
-            folder.rmdir()  # empty, or this raises: something was put there meanwhile
-        place.rename(folder)
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
-
-
-def _copy_others(source: Path, place: Path) -> None:
-    """Tokenizer, generation config, chat template, licence, code of the model: what is no weight and no report."""
-    for path in sorted(source.iterdir()):
-        name = path.name
-        left_out = name.startswith(".") or name in _NOT_COPIED or name.lower().endswith(_NOT_COPIED_ENDINGS)
-        if path.is_file() and not left_out:
-            shutil.copyfile(path, place / name)
-        elif path.is_dir() and name == _TEMPLATES:
-            shutil.copytree(path, place / name)
 
 
 def _write_configs(place: Path, checkpoint: Checkpoint, contents: Contents, target: str, dtype: torch.dtype) -> None:
@@ -282,10 +253,12 @@ def _write_configs(place: Path, checkpoint: Checkpoint, contents: Contents, targ
             config["dtype"] = str(dtype).removeprefix("torch.")
     else:
         ignore = configs.modules_in_full_precision(checkpoint, contents)
+        stacks = configs.stacks_in_full_precision(checkpoint, contents)
         if target == "modelopt":
-            config["quantization_config"], old = configs.modelopt_configs(ignore)
-            write_file(place / _HF_QUANT_CONFIG, json.dumps(old, indent=4).encode())
+            config["quantization_config"], old = configs.modelopt_configs(sorted([*ignore, *stacks]))
+            write_file(place / HF_QUANT_CONFIG, json.dumps(old, indent=4).encode())
         else:
+            ignore += [name for names in stacks.values() for name in names]
             config["quantization_config"] = compressed_tensors_config(modules_of(contents), ignore)
             recipe = configs.recipe_of(checkpoint)
             if recipe is not None:
@@ -293,10 +266,18 @@ def _write_configs(place: Path, checkpoint: Checkpoint, contents: Contents, targ
     write_file(place / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _notes(contents: Contents, target: str) -> list[str]:
+def _notes(checkpoint: Checkpoint, contents: Contents, target: str) -> list[str]:
     notes = []
     if contents.activation_format is not None and target != "bf16":
-        notes.append("The source asks for activations in FP4 (W4A4); the export is weight-only.")
+        kept = target == "compressed-tensors" and configs.recipe_of(checkpoint) is not None
+        whom = " for all readers but this package" if kept else ""
+        notes.append(f"The source asks for activations in FP4 (W4A4); the export is weight-only{whom}.")
+    apart = [] if target == "bf16" else configs.siblings_apart(checkpoint, contents)
+    if apart:
+        notes.append(
+            f"{len(apart)} groups of projections (such as {apart[0]}) are not all packed in one format. Engines that "
+            "fuse them will not load the export."
+        )
     if contents.skipped:
         reasons = "; ".join(dict.fromkeys(contents.skipped.values()))
         notes.append(f"{len(contents.skipped)} tensors of the source are left out: {reasons}.")

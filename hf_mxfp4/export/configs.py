@@ -13,13 +13,16 @@ import torch
 
 from hf_mxfp4 import __version__
 from hf_mxfp4.checkpoint_files import Checkpoint
-from hf_mxfp4.checkpoints import FULL_PRECISION, HF_MXFP4_KEY, LAYOUTS
+from hf_mxfp4.checkpoints import FULL_PRECISION, HF_MXFP4_KEY, SIBLINGS, WRITTEN
 from hf_mxfp4.layouts import Contents
+from hf_mxfp4.layouts.own import PROJECTIONS
 
 MODELOPT_ALGORITHM = "W4A16_NVFP4"  # NVFP4 itself stands for W4A4, and would ask for scales of activations
 _MODELOPT_VERSION = "0.47.0"  # whose layout is written
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_TIED = "tie_word_embeddings"
+_GENERATE = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _NOT_OURS = ("quant_method", "ignore", "transposed", "transforms")  # in layout `own` beside our fields
 
 
@@ -28,7 +31,7 @@ def recipe_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     found = checkpoint.quantization or {}
     if HF_MXFP4_KEY in found:
         return dict(found[HF_MXFP4_KEY])
-    if found.get("quant_method") == LAYOUTS["own"].quant_method:
+    if found.get("quant_method") == WRITTEN["own"].quant_method:
         return {key: value for key, value in found.items() if key not in _NOT_OURS}
     return None
 
@@ -50,9 +53,46 @@ def modules_in_full_precision(checkpoint: Checkpoint, contents: Contents) -> lis
         is_matrix = name != module and len(tensor.shape) == 2 and tensor.dtype in FULL_PRECISION
         if is_matrix and not _is_embedding(module):
             found.add(module)
-    if checkpoint.config.get("tie_word_embeddings") and "lm_head" not in packed:
+    if "lm_head" not in packed and _has_tied_head(checkpoint):
         found.add("lm_head")
     return sorted(found)
+
+
+def _has_tied_head(checkpoint: Checkpoint) -> bool:
+    """Whether the model's head is the embedding. Many models' configs leave out that it is, which is their default."""
+    config = checkpoint.config
+    text = config.get("text_config")
+    said = [part[_TIED] for part in (config, text) if isinstance(part, dict) and _TIED in part]
+    if said:
+        return any(said)
+    names = config.get("architectures")
+    generates = isinstance(names, list) and any(str(name).endswith(_GENERATE) for name in names)
+    return generates and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors)
+
+
+def stacks_in_full_precision(checkpoint: Checkpoint, contents: Contents) -> dict[str, list[str]]:
+    """Stacks of experts that are not packed, as ModelOpt names them (`X.experts*`), and the names of their projections
+    one by one, by which engines ask for them in compressed-tensors."""
+    found: dict[str, list[str]] = {}
+    for name, tensor in contents.plain(checkpoint.tensors).items():
+        path, _, leaf = name.rpartition(".")
+        if leaf in PROJECTIONS and len(tensor.shape) == 3:
+            names = [f"{path}.{expert}.{part}" for expert in range(tensor.shape[0]) for part in PROJECTIONS[leaf][0]]
+            partly = any(other.startswith(f"{path}.") for other in contents.matrices)
+            found.setdefault(name if partly else f"{path}*", []).extend(names)
+    return found
+
+
+def siblings_apart(checkpoint: Checkpoint, contents: Contents) -> list[str]:
+    """Groups of projections that engines fuse, of which some are packed and others not, or in another format."""
+    kinds: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    stored = {name: "" for name in contents.plain(checkpoint.tensors)}
+    for name, kind in (stored | {name: matrix.format.name for name, matrix in contents.matrices.items()}).items():
+        parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+        leaves = next((siblings for siblings in SIBLINGS if leaf in siblings), None)
+        if leaves is not None and name.endswith(".weight"):
+            kinds.setdefault((parent, leaves), set()).add(kind)
+    return [f"{parent}.({', '.join(leaves)})" for (parent, leaves), found in kinds.items() if len(found) > 1]
 
 
 def _is_embedding(module: str) -> bool:

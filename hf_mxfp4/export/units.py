@@ -20,10 +20,11 @@ from hf_mxfp4.export.tensor_scales import Scaled, common_divisor, multiplier, wi
 from hf_mxfp4.formats import NVFP4, BlockFormat
 from hf_mxfp4.layouts import Contents, PackedMatrix, PackedTensors
 from hf_mxfp4.layouts.base import Read
+from hf_mxfp4.layouts.own import PROJECTIONS
 from hf_mxfp4.packed import dense_copy
 
 _STORED_DTYPES = {stored: dtype for dtype, stored in DTYPES.items()}
-_STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_STACKS = {stack: names[0] for stack, names in PROJECTIONS.items()}
 _OTHERS_CANNOT = {
     "macro_scale": "macro-blocks",
     "outlier_values": "outliers in full precision",
@@ -32,12 +33,16 @@ _OTHERS_CANNOT = {
 }
 
 
+MANY = 50  # modules after which no further ones are looked for that a target cannot hold
+
+
 class CannotExport(ValueError):
     """Something the target cannot hold; `modules` says where."""
 
     def __init__(self, reason: str, way_out: str, modules: Iterable[str]):
         self.reason, self.way_out, self.modules = reason, way_out, list(modules)
-        shown = ", ".join(self.modules[:5]) + (f" and {len(self.modules) - 5} more" if len(self.modules) > 5 else "")
+        more = f"{'at least ' if len(self.modules) >= MANY else ''}{len(self.modules) - 5} more"
+        shown = ", ".join(self.modules[:5]) + (f" and {more}" if len(self.modules) > 5 else "")
         super().__init__(f"{shown}: {reason}. {way_out}")
 
 

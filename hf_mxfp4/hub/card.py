@@ -14,11 +14,12 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from hf_mxfp4.checkpoint_files import INDEX, Checkpoint, read_checkpoint, read_json
+from hf_mxfp4.checkpoint_files import Checkpoint, read_checkpoint, read_json
+from hf_mxfp4.checkpoint_writer import write_file
 from hf_mxfp4.hub import errors
 from hf_mxfp4.hub.card_rows import config_code, evaluation_part, limits, model_part, recipe_rows, size_rows
 from hf_mxfp4.hub.card_use import task_of, usage
-from hf_mxfp4.hub.markdown import code, comment, fenced, one_line, plain
+from hf_mxfp4.hub.markdown import code, command_line, comment, fenced, one_line, plain
 from hf_mxfp4.inspection import inspect_checkpoint
 from hf_mxfp4.verification import verify_checkpoint
 
@@ -27,7 +28,7 @@ _MARK = re.compile(r"^<!-- hf-mxfp4 card (\{.*\})$", re.MULTILINE)
 _ID = r"[\w.-]{1,96}/[\w.-]{1,96}"
 _LICENSE = r"[a-z0-9][a-z0-9.-]{0,60}"
 _INHERITED = ("license", "license_name", "license_link")
-_TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # a model's folder in huggingface_hub's cache
 
 
 def is_ours(text: str) -> bool:
@@ -74,44 +75,71 @@ def write_card(
     Args:
         folder: of the checkpoint.
         output: the file; README.md in the folder if not given. The figure goes beside it.
-        source: folder of the full-precision model. Its licence is taken over.
+        source: folder of the full-precision model. Its licence is taken over, and from huggingface_hub's cache its
+            name.
         base_model, measured, command, repo_id: see `render_card`.
 
     Returns:
         The file.
 
     Raises:
-        ValueError: see `render_card`; for a file that was not made here; for a `source` that is another model.
-        ImportError: with `source`, without matplotlib.
+        ValueError: see `render_card`; for a file or figure that was not made here; for a `source` that is another
+            model.
+        ImportError: without matplotlib, if there is a figure to be drawn.
     """
     folder = Path(folder)
     output = folder / README if output is None else Path(output)
-    if output.exists() and not is_ours(output.read_text(encoding="utf-8", errors="replace")):
-        raise ValueError(f"{output} was not made by hf-mxfp4. Name another file, or move it away.")
-    facts = _facts(folder, base_model, command)
-    found, figure = None, errors.FIGURE if output.name == README else f"{output.stem}.png"
+    figure = errors.FIGURE if output.name == README else f"{output.stem}.png"
+    inside = output.parent.resolve() == folder.resolve()
+    checkpoint = read_checkpoint(folder)
+    found = None if source is not None or inside else errors.read(folder, checkpoint.quantization)
+    draws = source is not None or found is not None
+    _check_place(output, output.parent / figure if draws else None)
+    if draws:
+        errors.check_matplotlib()
     if source is not None:
-        facts |= licence_of(Path(source))
-        found = _measure(folder, Path(source))
+        cached = _name_in_cache(Path(source))
+        facts = _facts(folder, base_model or cached, command) | licence_of(Path(source))
+        facts = _with_reachable_licence(facts, folder)
+        found = _measure(checkpoint, Path(source), base_model or cached)
+    else:
+        facts = _facts(folder, base_model, command)
+    card = _render(folder, facts, measured, found, figure, repo_id, shows=draws)
+    if found is not None:
         errors.plot(found, output.parent / figure)
-        if output.parent.resolve() == folder.resolve():
-            text = json.dumps(found, indent=2) + "\n"
-            (folder / errors.ERRORS).write_text(text, encoding="utf-8")
-    elif output.parent.resolve() != folder.resolve() and (folder / errors.ERRORS).exists():
-        found = errors.read(folder, read_checkpoint(folder).quantization)
-        if found is not None:
-            errors.plot(found, output.parent / figure)
-    card = _render(folder, facts, measured, found, figure, repo_id, output.parent)
-    output.write_text(str(card), encoding="utf-8", newline="\n")
+    if found is not None and inside:
+        write_file(folder / errors.ERRORS, (json.dumps(found, indent=2) + "\n").encode())
+    write_file(output, str(card).encode())
     return output
 
 
-def _measure(folder: Path, source: Path) -> dict[str, Any]:
+def _check_place(output: Path, figure: Path | None) -> None:
+    """Refuse to write a card where that would replace something else, before anything is measured."""
+    if not output.parent.is_dir():
+        raise ValueError(f"{output.parent} is not a folder. Make it first.")
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder. Name a file.")
+    if output.exists() and not is_ours(output.read_text(encoding="utf-8", errors="replace")):
+        raise ValueError(f"{output} was not made by hf-mxfp4. Name another file, or move it away.")
+    if figure is not None and figure.name != errors.FIGURE and figure.exists() and not output.exists():
+        raise ValueError(f"{figure} is there already, and the card's figure would replace it. Name another file.")
+
+
+def _name_in_cache(source: Path) -> str | None:
+    """`user/name` of a model in huggingface_hub's cache, whose own folder is named by a commit."""
+    parts = source.resolve().parts
+    found = _CACHED.fullmatch(parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def _measure(checkpoint: Checkpoint, source: Path, name: str | None) -> dict[str, Any]:
+    folder = checkpoint.folder
     found = verify_checkpoint(folder, source)
     if not found.ok or not found.errors:
         why = "; ".join(map(str, found.findings[:3])) or "no matrix of it could be compared"
         raise ValueError(f"{folder} and {source} do not belong together, or one is damaged: {why}.")
-    return errors.made(found.errors, source.resolve().name, read_checkpoint(folder).quantization)
+    name = name or source.resolve().name
+    return errors.made(found.errors, name, checkpoint.quantization, errors.fingerprint(folder))
 
 
 def _facts(folder: Path, base_model: str | None, command: str | None) -> dict[str, Any]:
@@ -125,9 +153,9 @@ def _facts(folder: Path, base_model: str | None, command: str | None) -> dict[st
             raise ValueError(f"{readme}: its first comment was edited. Remove the file, or the comment.") from error
     if base_model is not None and not re.fullmatch(_ID, base_model):
         raise ValueError(f"base_model={base_model!r} is not the name of a model on the Hub (user/name).")
-    facts = {key: one_line(value) for key, value in earlier.items() if isinstance(value, str)}
+    facts = {key: command_line(value) for key, value in earlier.items() if isinstance(value, str)}
     facts |= {} if base_model is None else {"base_model": base_model}
-    return facts | ({} if command is None else {"command": _TOKEN.sub("<token>", one_line(command))})
+    return facts | ({} if command is None else {"command": command_line(command)})
 
 
 def licence_of(source: Path) -> dict[str, str]:
@@ -141,6 +169,14 @@ def licence_of(source: Path) -> dict[str, str]:
     return {key: one_line(data[key]) for key in _INHERITED if isinstance(data.get(key), str)}
 
 
+def _with_reachable_licence(facts: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A link to a file of the source leads there, unless the file was copied."""
+    link, origin = facts.get("license_link", ""), facts.get("base_model")
+    if not link or not origin or "://" in link or (folder / link).is_file():
+        return facts
+    return facts | {"license_link": f"https://huggingface.co/{origin}/blob/main/{link}"}
+
+
 def _render(
     folder: Path,
     facts: dict[str, Any],
@@ -148,7 +184,7 @@ def _render(
     found: dict[str, Any] | None,
     figure: str,
     repo_id: str | None,
-    where: Path | None = None,
+    shows: bool = False,
 ) -> ModelCard:
     from jinja2 import Environment, StrictUndefined
 
@@ -157,8 +193,10 @@ def _render(
     if not inspection.modules:
         raise ValueError(f"{folder} holds no quantized weights; a card is made of a quantized checkpoint.")
     found = found or errors.read(folder, checkpoint.quantization)
-    if measured is None and (folder / "evaluation.json").is_file():
-        measured = read_json(folder / "evaluation.json")
+    if measured is None and (folder / errors.EVALUATION).is_file():
+        measured = read_json(folder / errors.EVALUATION)
+        measured = measured if errors.is_of(measured, folder) else None
+    evaluation = evaluation_part(measured) if measured else None
     name = repo_id or folder.resolve().name
     body = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False).from_string(
         _template().read_text(encoding="utf-8")
@@ -167,14 +205,14 @@ def _render(
         facts=comment({key: facts[key] for key in sorted(facts)}),
         title=plain(name.rsplit("/", 1)[-1]),
         **model_part(inspection, facts.get("base_model") or (found or {}).get("source")),
-        table=[*recipe_rows(inspection), *size_rows(inspection, _nbytes(folder, inspection))],
+        table=[*recipe_rows(inspection), *size_rows(inspection)],
         config=config_code(inspection),
         command=fenced(facts["command"], "sh") if facts.get("command") else "",
         error=_error_part(found),
-        figure=figure if found and ((where or folder) / figure).is_file() else "",
-        evaluation=evaluation_part(measured) if measured else None,
+        figure=figure if found and (shows or (folder / figure).is_file()) else "",
+        evaluation=evaluation,
         use=usage(checkpoint, inspection, name),
-        limits=limits(checkpoint, inspection, measured is not None),
+        limits=limits(checkpoint, inspection, evaluation is not None),
         versions=_versions(checkpoint),
     )
     return ModelCard(f"---\n{_metadata(checkpoint, inspection, facts).to_yaml()}\n---\n\n{text.strip()}\n")
@@ -205,12 +243,6 @@ def _metadata(checkpoint: Checkpoint, inspection, facts: dict[str, Any]) -> Mode
         quantization=quantization,
         **given,
     )
-
-
-def _nbytes(folder: Path, inspection) -> int:
-    """Of the weights and their index."""
-    index = folder / INDEX
-    return inspection.nbytes + (index.stat().st_size if index.exists() else 0)
 
 
 def _error_part(found: dict[str, Any] | None) -> dict[str, Any] | None:

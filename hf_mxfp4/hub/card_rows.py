@@ -7,10 +7,11 @@ import inspect
 from typing import Any
 
 from hf_mxfp4.checkpoint_files import Checkpoint
+from hf_mxfp4.checkpoints import WRITTEN
 from hf_mxfp4.config import FP4Config
-from hf_mxfp4.formats import FORMATS
-from hf_mxfp4.hub.card_use import has_experts, is_portable
-from hf_mxfp4.hub.markdown import code, fenced
+from hf_mxfp4.formats import FORMATS, NVFP4
+from hf_mxfp4.hub.card_use import has_experts, is_portable, mixed_siblings
+from hf_mxfp4.hub.markdown import code, command, fenced, plain
 from hf_mxfp4.inspection import Inspection
 
 Rows = list[tuple[str, str]]
@@ -28,22 +29,22 @@ _FIELDS = {
     "modules_to_not_convert": "left in full precision",
     "overrides": "overrides",
 }
-_CORRECTIONS = {"macro_block": "macro-blocks", "outlier_fallback": "outliers"}
+_CORRECTIONS = {"macro_block": "macro-blocks", "outlier_fallback": "outliers", "transforms": "transforms of inputs"}
 _OF_A_RUN = ("calibration_dir", "calibration_device", "backend", "dequantize", "fuse_projections")
 _SOAR_ONLY = ("search", "global_scale")
 
 
 def model_part(inspection: Inspection, origin: str | None) -> dict[str, str]:
     """What the first lines say."""
-    plain = {kind: row for kind, row in inspection.plain.items() if kind in _DTYPES}
-    total = sum(row["bytes"] for row in plain.values())
-    kinds = " and ".join(f"{_DTYPES[kind]}" for kind in sorted(plain))
+    rest = {kind: row for kind, row in inspection.plain.items() if kind in _DTYPES}
+    total = sum(row["bytes"] for row in rest.values())
+    kinds = " and ".join(_DTYPES[kind] for kind in sorted(rest))
     return {
         "weights": f"{inspection.weights_packed:,} weights",
         "origin": code(origin) if origin else "a model in full precision",
         "bits": f"{inspection.bits_per_weight:.3g}",
         "formats": " and ".join(FORMATS[name].name.upper() for name in sorted(inspection.modules)),
-        "kept": f"The rest of the model ({total:,} bytes) is in {kinds}." if plain else "",
+        "kept": f"The rest of the model ({total:,} bytes) is in {kinds}." if rest else "",
     }
 
 
@@ -90,14 +91,14 @@ def config_code(inspection: Inspection) -> str:
     return fenced(f"FP4Config({text})", "python")
 
 
-def size_rows(inspection: Inspection, nbytes: int) -> Rows:
+def size_rows(inspection: Inspection) -> Rows:
     """Bits and bytes."""
     return [
         ("layout", code(inspection.layout)),
         ("bits per packed weight", f"{inspection.bits_per_weight:.4g}, all tensors of a matrix counted"),
         ("packed", f"{inspection.bytes_packed:,} bytes"),
         ("in full precision", f"{inspection.bytes_plain:,} bytes"),
-        ("tensors in all", f"{nbytes:,} bytes in {inspection.files} file{'s' * (inspection.files != 1)}"),
+        ("tensors in all", f"{inspection.nbytes:,} bytes in {inspection.files} file{'s' * (inspection.files != 1)}"),
     ]
 
 
@@ -130,11 +131,12 @@ def evaluation_part(measured: dict[str, Any]) -> dict[str, Any] | None:
         of = f"On {tokens}{code(measured['text'])}" if "text" in measured else "Measured"
         of += f", against {code(reference['model'])}" if "model" in reference else ""
         of += f" (device: {code(measured['device'])})" if "device" in measured else ""
+        of += ", with activations rounded to 4 bits" if measured.get("activation_format") else ""
         return (
             {
                 "of": f"{of}; ± is one standard error:",
                 "rows": rows,
-                "command": code(measured["command"]) if measured.get("command") else "",
+                "command": command(measured["command"]) if measured.get("command") else "",
                 "versions": ", ".join(f"{code(name)} {code(version)}" for name, version in versions.items()),
             }
             if rows
@@ -154,19 +156,24 @@ def _figure(value: dict[str, Any], digits: int) -> str:
 def limits(checkpoint: Checkpoint, inspection: Inspection, measured: bool) -> list[str]:
     """What a reader has to know before using the checkpoint."""
     out = ["Rounding to 4 bits changes what the model says."]
-    out[0] += " How much was measured above, on that text only." if measured else " How much was not measured."
-    experts = has_experts(checkpoint)
+    out[0] += " How much was measured above, on that data only." if measured else " How much was not measured."
+    experts, portable = has_experts(checkpoint), is_portable(checkpoint)
     if inspection.layout == "own":
-        held = [name for field, name in _CORRECTIONS.items() if (inspection.recipe or {}).get(field)]
+        held = [name for field, name in _CORRECTIONS.items() if (checkpoint.quantization or {}).get(field)]
         why = f" ({' and '.join(held)})" if held else " (fused experts)" if experts else ""
         out.append(
             f"Its layout{why} is read by hf_mxfp4 only: transformers without it stops at a mismatch of shapes, and "
             f"vLLM does not load it. `hf-mxfp4 export` writes {'full precision from it' if held else 'other layouts'}."
         )
-    elif is_portable(checkpoint) and experts:
-        out.append("Transformers alone does not read the tensor scales of quantized experts: use hf_mxfp4, or vLLM.")
+    elif portable and experts:
+        why = ": transformers alone does not read their tensor scales" if NVFP4.name in inspection.modules else ""
+        out.append(f"Its quantized experts are for hf_mxfp4 and vLLM{why}.")
+    if portable and (mixed := mixed_siblings(checkpoint)):
+        out.append(f"vLLM does not load it: it makes one layer of {mixed}, which are in different formats here.")
     if inspection.activation_format:
-        out.append("Activations are rounded to 4 bits too, which adds an error of its own.")
+        who = "hf_mxfp4 rounds activations" if inspection.layout in WRITTEN else "Activations are rounded"
+        others = " vLLM and transformers keep them." if inspection.layout == "portable" else ""
+        out.append(f"{who} to 4 bits too, which adds an error of its own.{others}")
     if inspection.skipped:
         out.append(f"{len(inspection.skipped):,} stored tensors are not used when it is loaded with hf_mxfp4.")
-    return [*out, *(code(note) for note in inspection.notes)]
+    return [*out, *(plain(note) for note in inspection.notes)]

@@ -7,7 +7,7 @@ import shlex
 from typing import Any, NamedTuple
 
 from hf_mxfp4.checkpoint_files import Checkpoint
-from hf_mxfp4.checkpoints import LAYOUTS
+from hf_mxfp4.checkpoints import SIBLINGS, WRITTEN
 from hf_mxfp4.hub.markdown import fenced, one_line, quoted
 from hf_mxfp4.inspection import Inspection
 
@@ -48,12 +48,27 @@ def task_of(config: dict[str, Any]) -> Task | None:
 
 def is_portable(checkpoint: Checkpoint) -> bool:
     """Whether it is in compressed-tensors' layout, which vLLM and transformers read."""
-    return (checkpoint.quantization or {}).get("quant_method") == LAYOUTS["portable"].quant_method
+    return (checkpoint.quantization or {}).get("quant_method") == WRITTEN["portable"].quant_method
 
 
 def has_experts(checkpoint: Checkpoint) -> bool:
     """Whether packed weights of experts are among its tensors."""
-    return any(".experts." in name for name in checkpoint.tensors)
+    return any(".experts." in name and tensor.dtype == "U8" for name, tensor in checkpoint.tensors.items())
+
+
+def mixed_siblings(checkpoint: Checkpoint) -> str:
+    """Linears that vLLM makes one layer of and that are not all in one format here, which it refuses; else nothing."""
+    kinds = {}
+    for name, tensor in checkpoint.tensors.items():
+        module, _, last = name.rpartition(".")
+        if last in ("weight", "weight_scale"):
+            kinds[module] = tensor.dtype if last == "weight_scale" else "plain"
+    parents = {module.rpartition(".")[0] for module in kinds}
+    for group in SIBLINGS:
+        for parent in parents:
+            if len({kinds[name] for leaf in group if (name := f"{parent}.{leaf}") in kinds}) > 1:
+                return ", ".join(group[:-1]) + f" and {group[-1]}"
+    return ""
 
 
 def usage(checkpoint: Checkpoint, inspection: Inspection, name: str) -> dict[str, str]:
@@ -73,6 +88,7 @@ def usage(checkpoint: Checkpoint, inspection: Inspection, name: str) -> dict[str
         ours += '\ninputs = tokenizer("The sun", return_tensors="pt").to(model.device)\n'
         ours += "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"
     served = is_portable(checkpoint) and task.pipeline in ("text-generation", "image-text-to-text")
+    served = served and not mixed_siblings(checkpoint)
     alone = is_portable(checkpoint) and not has_experts(checkpoint)
     return {
         "ours": fenced(ours, "python"),

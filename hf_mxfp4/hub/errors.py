@@ -3,33 +3,73 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import re
 import statistics
 from pathlib import Path
 from typing import Any
 
-from hf_mxfp4.checkpoint_files import read_json
+from hf_mxfp4.checkpoint_files import read_json, weight_files
+from hf_mxfp4.checkpoint_writer import write_file
 
 ERRORS = "error.json"
 FIGURE = "error.png"
+EVALUATION = "evaluation.json"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _MARKS = "osD^vPX*<>"
+_SAMPLES, _SAMPLE = 256, 4096  # pieces of a file, bytes of each
 
 
-def made(errors: dict[str, float], source: str, quantization: dict[str, Any] | None) -> dict[str, Any]:
+def fingerprint(folder: str | Path) -> str:
+    """A digest of a checkpoint's weights that is quick to make: of each file its size and pieces from all over it.
+
+    Kept beside what was measured, so that it is not shown of weights that came into the folder later.
+    """
+    digest = hashlib.sha256()
+    for name in weight_files(Path(folder)):
+        path = Path(folder, name)
+        size = path.stat().st_size
+        digest.update(f"{name} {size}\n".encode("utf-8", "surrogateescape"))
+        with path.open("rb") as file:
+            for number in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE) * number // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def stale_reports(folder: Path, quantization: dict[str, Any] | None) -> list[str]:
+    """Names of a folder's reports that were measured on other weights than it holds now."""
+    stale = [ERRORS, FIGURE] if (folder / ERRORS).is_file() and read(folder, quantization) is None else []
+    if (folder / EVALUATION).is_file() and not is_of(read_json(folder / EVALUATION), folder):
+        stale.append(EVALUATION)
+    return stale
+
+
+def is_of(measured: dict[str, Any], folder: Path) -> bool:
+    """Whether something was measured on the weights that a folder holds now, as far as it says on which."""
+    weights = measured.get("weights")
+    return weights is None or weights == fingerprint(folder)
+
+
+def made(
+    errors: dict[str, float], source: str, quantization: dict[str, Any] | None, weights: str | None
+) -> dict[str, Any]:
     """The content of error.json.
 
     Args:
         errors: squared error of each matrix relative to its energy, by name.
         source: name of the model that was compared with.
         quantization: of the checkpoint, so that figures of another one are not taken for its own.
+        weights: its `fingerprint`, for the same reason.
     """
     values = list(errors.values())
     worst = sorted(errors, key=lambda name: -errors[name])[:5]
     return {
         "source": source,
         "quantization_config": quantization,
+        "weights": weights,
         "matrices": len(values),
         "mean": statistics.fmean(values),
         "median": statistics.median(values),
@@ -39,7 +79,7 @@ def made(errors: dict[str, float], source: str, quantization: dict[str, Any] | N
 
 
 def read(folder: Path, quantization: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A checkpoint's error.json; `None` if there is none, or it was measured on one that was quantized otherwise."""
+    """A checkpoint's error.json; `None` if there is none, or it was measured on another one's weights or config."""
     path = folder / ERRORS
     if not path.is_file():
         return None
@@ -47,21 +87,23 @@ def read(folder: Path, quantization: dict[str, Any] | None) -> dict[str, Any] | 
     errors = content.get("errors")
     if not isinstance(errors, dict) or not errors or not all(isinstance(e, float | int) for e in errors.values()):
         raise ValueError(f"{path} holds no errors by name. Remove it, or make it again with the source model at hand.")
-    if content.get("quantization_config") != json.loads(json.dumps(quantization)):
+    if content.get("quantization_config") != json.loads(json.dumps(quantization)) or not is_of(content, folder):
         return None
-    return made(errors, str(content.get("source", "")), quantization)
+    return made(errors, str(content.get("source", "")), quantization, content.get("weights"))
+
+
+def check_matplotlib() -> None:
+    """Raise `ImportError` without matplotlib, before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("the figure needs matplotlib: pip install hf-mxfp4[plot]") from error
 
 
 def plot(measured: dict[str, Any], path: Path) -> None:
-    """Draw the errors by layer, one line a kind of projection (experts of a layer: their mean).
+    """Draw the errors by layer, one line a kind of projection (experts of a layer: their mean)."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ImportError: without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the figure needs matplotlib: pip install hf-mxfp4[plot]") from error
     lines: dict[str, dict[int, list[float]]] = {}
     towers = {name[: layer.start()] for name in measured["errors"] if (layer := _LAYER.search(name))}
     for position, (name, value) in enumerate(measured["errors"].items()):
@@ -83,4 +125,6 @@ def plot(measured: dict[str, Any], path: Path) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("Error of the packed weights")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110, metadata={"Software": None})
+    write_file(path, content.getvalue())

@@ -8,14 +8,21 @@ import re
 from typing import Any
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#!|~$>:@])")
+_TOKEN = re.compile(r"hf_[A-Za-z0-9]{16,}")
 _LINES = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029\u202a-\u202e\u2066-\u2069]+")  # and what reverses text
 _LONGEST = 300
+_LONGEST_COMMAND = 4000
 
 
-def one_line(value: Any) -> str:
+def one_line(value: Any, longest: int = _LONGEST) -> str:
     """Its text on one line, shortened."""
     text = _LINES.sub(" ", str(value).encode("utf-8", "replace").decode("utf-8")).strip()
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+    return text if len(text) <= longest else text[:longest] + " ..."
+
+
+def command_line(value: Any) -> str:
+    """A command, on one line and whole, without a token of the Hub."""
+    return _TOKEN.sub("<token>", one_line(value, _LONGEST_COMMAND))
 
 
 def plain(value: Any) -> str:
@@ -26,7 +33,15 @@ def plain(value: Any) -> str:
 
 def code(value: Any) -> str:
     """As a code span, in a row of a table too."""
-    text = one_line(value).replace("|", r"\|")
+    return _span(one_line(value).replace("|", r"\|"))
+
+
+def command(value: Any) -> str:
+    """A command as a code span, outside of tables."""
+    return _span(command_line(value))
+
+
+def _span(text: str) -> str:
     fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
     pad = " " if text[:1] == "`" or text[-1:] == "`" or not text else ""
     return f"{fence}{pad}{text}{pad}{fence}"

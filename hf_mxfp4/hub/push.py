@@ -9,19 +9,23 @@ adds all files, and removes the weights of an earlier checkpoint that the new on
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id
 
 from hf_mxfp4.checkpoint_files import read_checkpoint, read_json
 from hf_mxfp4.hub.card import is_ours, render_card
-from hf_mxfp4.hub.files import File, list_files
-from hf_mxfp4.hub.transport import persistently
+from hf_mxfp4.hub.errors import stale_reports
+from hf_mxfp4.hub.files import PICKLES, File, list_files
+from hf_mxfp4.hub.transport import no_token, persistently
 from hf_mxfp4.streaming.journal import JOURNAL
 from hf_mxfp4.verification import verify_checkpoint
 
@@ -32,6 +36,7 @@ _OF_WEIGHTS = (
     *("evaluation.json", "error.json", "error.png"),
 )
 _AGAIN = "Nothing of it is visible; the same command goes on with what is already uploaded."
+_EITHER = "All of it is visible, or nothing; the same command finds out, and goes on with what is already uploaded."
 
 
 class Pushed(NamedTuple):
@@ -85,7 +90,7 @@ def push(
 
     Args:
         folder: of a checkpoint; every tensor of it is decoded and its checksums are compared before anything is sent.
-        repo_id: such as `"user/name"`; made if it is not there.
+        repo_id: `"user/name"`; made if it is not there.
         private: whether it is made private; an existing repository that is public is refused, so that nothing is
             published by accident.
         revision: a branch, made if it is not there; `main` if not given.
@@ -99,28 +104,44 @@ def push(
         ValueError: for a damaged folder, links out of it, a repository whose model is in full precision (but on a
             branch), and what the Hub does not accept.
         PermissionError: for a token that is missing, rejected, or may not write there.
-        ConnectionError: when the Hub or the network fails again and again. Nothing is visible then.
+        ConnectionError: when the Hub or the network fails again and again. Nothing is visible then, or all of it if
+            the Hub failed while it was asked to commit.
     """
     folder = Path(folder)
+    _check_name(repo_id)
+    if not dry_run and get_token() is None:
+        raise no_token(repo_id)
     if (folder / JOURNAL).exists():
         raise ValueError(
             f"{folder} is not finished: its quantization was interrupted. Run the same command again first."
         )
     paths, left_out = list_files(folder)
     _verify(folder, progress)
+    quantization = read_checkpoint(folder).quantization
+    for name in stale_reports(folder, quantization):
+        if paths.pop(name, None) is not None:
+            left_out[name] = "was measured on other weights than these"
     contents: dict[str, Path | bytes] = dict(paths)
     text = None
-    if read_checkpoint(folder).quantization is None:
-        card = False  # what a card says is how a model was quantized
-    if card and ("README.md" not in paths or is_ours(_text(paths["README.md"]))):
+    is_quantized = quantization is not None
+    if card and is_quantized and ("README.md" not in paths or is_ours(_text(paths["README.md"]))):
         text = str(render_card(folder, repo_id=repo_id))
         contents["README.md"] = text.encode()
     files = tuple(File.described(path, _size(contents[path])) for path in sorted(contents))
     plan = Pushed(repo_id, revision or _MAIN, None, private, files, left_out, card=text)
     if dry_run:
         return plan
-    upload = _Upload(plan, contents, commit_message or f"Upload {folder.resolve().name} (hf_mxfp4)")
-    return persistently(upload.attempt, repo_id, _AGAIN)
+    upload = _Upload(plan, contents, commit_message or f"Upload {folder.resolve().name} (hf_mxfp4)", is_quantized)
+    return persistently(upload.attempt, repo_id, lambda: _EITHER if upload.is_committing else _AGAIN)
+
+
+def _check_name(repo_id: str) -> None:
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} is not the name of a repository (user/name): {error}") from error
+    if "/" not in repo_id:
+        raise ValueError(f"{repo_id!r} is not the name of a repository: write whose it is, too (user/{repo_id}).")
 
 
 def _verify(folder: Path, progress: Callable[[int, int, str], None] | None) -> None:
@@ -141,15 +162,15 @@ def _size(content: Path | bytes) -> int:
 class _Upload:
     """One push. `attempt` may be called again after it failed at any point, a lost answer to the commit included."""
 
-    def __init__(self, plan: Pushed, contents: dict[str, Path | bytes], message: str):
-        self.plan, self.contents, self.message = plan, contents, message
+    def __init__(self, plan: Pushed, contents: dict[str, Path | bytes], message: str, is_quantized: bool):
+        self.plan, self.contents, self.message, self.is_quantized = plan, contents, message, is_quantized
         self.api = HfApi()
-        self.hashed: dict[str, Any] = {}
+        self.is_committing = False  # or it is done
+        self.hashed: dict[str, CommitOperationAdd] = {}
 
     def attempt(self) -> Pushed:
         plan, api = self.plan, self.api
-        url = api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
-        plan = plan._replace(repo_id=url.repo_id)  # with the user's name, if it was left out
+        api.create_repo(plan.repo_id, private=plan.private, exist_ok=True)
         if plan.revision != _MAIN and not plan.revision.startswith("refs/"):
             api.create_branch(plan.repo_id, branch=plan.revision, exist_ok=True)
         there = api.model_info(plan.repo_id, revision=plan.revision)
@@ -159,7 +180,7 @@ class _Upload:
                 "(--public), or name another repository."
             )
         names = [sibling.rfilename for sibling in there.siblings or []]
-        if plan.revision == _MAIN and self._is_full_precision(plan, there.sha, names):
+        if self.is_quantized and plan.revision == _MAIN and self._is_full_precision(plan, there.sha, names):
             raise ValueError(
                 f"{plan.repo_id} holds a model in full precision, whose weights this would replace. Name another "
                 "repository, or a branch of it (revision=, --revision)."
@@ -174,6 +195,7 @@ class _Upload:
         api.preupload_lfs_files(
             plan.repo_id, additions, revision=plan.revision, free_memory=False, gitignore_content="# none\n"
         )
+        self.is_committing = True
         done = api.create_commit(
             plan.repo_id,
             [*additions, *(CommitOperationDelete(name, is_folder=False) for name in stale)],
@@ -190,9 +212,16 @@ class _Upload:
         return plan._replace(url=done.commit_url, private=bool(there.private), files=files, deleted=stale)
 
     def _is_full_precision(self, plan: Pushed, commit: str, names: list[str]) -> bool:
-        if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+        patterns = ("*.safetensors", *PICKLES)
+        if "config.json" not in names or not any(fnmatchcase(name, each) for name in names for each in patterns):
             return False
-        config = read_json(Path(self.api.hf_hub_download(plan.repo_id, "config.json", revision=commit)))
+        try:
+            config = read_json(Path(self.api.hf_hub_download(plan.repo_id, "config.json", revision=commit)))
+        except ValueError as error:
+            raise ValueError(
+                f"{plan.repo_id} holds a config.json that is damaged, so what this would replace is not known. Name "
+                "another repository or a branch of it (revision=, --revision), or remove that file there."
+            ) from error
         says = config.get("quantization_config") or config.get("compression_config")
         return not says and "hf_quant_config.json" not in names
 
@@ -200,10 +229,10 @@ class _Upload:
         return is_ours(_text(Path(self.api.hf_hub_download(plan.repo_id, "README.md", revision=commit))))
 
     def _addition(self, path: str, content: Path | bytes) -> CommitOperationAdd:
-        """A fresh one in each attempt, as what is known of the repository changes; its sha256 stays."""
-        addition = CommitOperationAdd(path, content)
-        addition.upload_info = self.hashed.setdefault(path, addition.upload_info)
-        return addition
+        """A fresh one in each attempt, as what is known of the repository changes; the file is hashed once."""
+        if path not in self.hashed:
+            self.hashed[path] = CommitOperationAdd(path, content)
+        return copy.copy(self.hashed[path])
 
 
 def _describes_weights(name: str) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import SafetensorsParsingError
 
 from hf_mxfp4.checkpoint_files import INDEX, SINGLE, Checkpoint, StoredTensor, quantization_of, read_json, weight_map
-from hf_mxfp4.hub.transport import persistently
+from hf_mxfp4.hub.transport import Result, persistently
 
 _SMALL = ("config.json", "hf_quant_config.json", INDEX)
 _THREADS = 8
@@ -20,7 +21,7 @@ def read_remote(repo_id: str, revision: str | None = None, token: str | None = N
     """A checkpoint on the Hub as `checkpoint_files.read_checkpoint` gives one on disk; `folder` is `None`.
 
     Of safetensors files, only headers are downloaded (huggingface_hub asks for the first 100 kB, and for more where a
-    header is longer).
+    header is longer). A file that lacks fewer bytes than its header has is not noticed; loading it is refused.
 
     Args:
         repo_id: such as `"user/name"`.
@@ -32,10 +33,14 @@ def read_remote(repo_id: str, revision: str | None = None, token: str | None = N
         PermissionError, ConnectionError: see `transport.persistently`.
     """
     api = HfApi(token=token)
-    info = persistently(lambda: api.model_info(repo_id, revision=revision, files_metadata=True), repo_id)
+
+    def ask(function: Callable[[], Result]) -> Result:
+        return persistently(function, repo_id, token=token)
+
+    info = ask(lambda: api.model_info(repo_id, revision=revision, files_metadata=True))
     sizes = {sibling.rfilename: sibling.size for sibling in info.siblings or []}
     small = {
-        name: Path(persistently(lambda name=name: api.hf_hub_download(repo_id, name, revision=info.sha), repo_id))
+        name: Path(ask(lambda name=name: api.hf_hub_download(repo_id, name, revision=info.sha)))
         for name in _SMALL
         if name in sizes
     }
@@ -45,9 +50,7 @@ def read_remote(repo_id: str, revision: str | None = None, token: str | None = N
     names = _weight_files(repo_id, sizes, named)
 
     def header(name: str):
-        return persistently(
-            lambda: api.parse_safetensors_file_metadata(repo_id, name, revision=info.sha, timeout=60), repo_id
-        )
+        return ask(lambda: api.parse_safetensors_file_metadata(repo_id, name, revision=info.sha, timeout=60))
 
     try:
         with ThreadPoolExecutor(_THREADS) as pool:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from huggingface_hub import get_token
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
@@ -30,7 +31,12 @@ ATTEMPTS = 5
 LONGEST_WAIT = 330  # seconds; the Hub counts requests in windows of five minutes
 
 
-def persistently(function: Callable[[], Result], repo_id: str, way_out: str = "Try again later.") -> Result:
+def persistently(
+    function: Callable[[], Result],
+    repo_id: str,
+    way_out: Callable[[], str] = lambda: "Try again later.",
+    token: str | None = None,
+) -> Result:
     """The result of requests that are made again, up to `ATTEMPTS` times, when the Hub or the network fails.
 
     huggingface_hub does so for parts of its requests only: not for creating repositories, commits, reading headers.
@@ -39,7 +45,8 @@ def persistently(function: Callable[[], Result], repo_id: str, way_out: str = "T
     Args:
         function: without arguments; must be right to call again after it failed anywhere.
         repo_id: for messages.
-        way_out: what to do when the Hub or the network failed each time.
+        way_out: what to do when the Hub or the network failed each time, asked for then.
+        token: that the requests carry; huggingface_hub's own if not given. No message holds it.
 
     Raises:
         PermissionError: for a token that is missing, rejected or not allowed to.
@@ -53,10 +60,10 @@ def persistently(function: Callable[[], Result], repo_id: str, way_out: str = "T
             root = _root(error)
             wait = _wait(root, attempt)
             if attempt == ATTEMPTS or wait is None or wait > LONGEST_WAIT:
-                explained = _explained(root, repo_id, attempt, way_out)
+                explained = _explained(root, repo_id, attempt, way_out(), token or get_token())
                 if explained is None:
                     raise
-                raise explained from _presentable(error)
+                raise explained from _presentable(error, token or get_token())
         time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
@@ -90,54 +97,67 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, json.JSONDecodeError) or bool(_LOST & {base.__name__ for base in type(error).__mro__})
 
 
-def _explained(error: BaseException, repo_id: str, attempts: int, way_out: str) -> Exception | None:
+def _explained(error: BaseException, repo_id: str, attempts: int, way_out: str, token: str | None) -> Exception | None:
     """The error to raise, in words for the user; `None` for one that speaks for itself."""
-    said = _clean((getattr(error, "server_message", None) or str(error)).strip().rstrip("."))
+    said = _clean((getattr(error, "server_message", None) or str(error)).strip().rstrip("."), token)
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, HFValidationError):
         return ValueError(f"{repo_id!r} is not the name of a repository (user/name): {said}.")
     if isinstance(error, OfflineModeIsEnabled):
         return ConnectionError(f"{repo_id}: HF_HUB_OFFLINE is set, so the Hub is not asked. Unset it.")
-    if isinstance(error, LocalTokenNotFoundError) or (status in (401, 403) and get_token() is None):
-        return PermissionError(f"{repo_id}: the Hub wants a token. Log in with `hf auth login`, or set HF_TOKEN.")
     if isinstance(error, RevisionNotFoundError):
         return ValueError(f"{repo_id} has no such revision. Name a branch, tag or commit of it.")
+    if isinstance(error, GatedRepoError):
+        return PermissionError(
+            f"{repo_id} is gated: accept its conditions on its page on the Hub, with the account whose token you use."
+        )
     if isinstance(error, RepositoryNotFoundError):
+        if token is None:
+            return ValueError(
+                f"{repo_id} is not on the Hub, or is private, and there is no token. Check the name, or log in "
+                "(`hf auth login`, or set HF_TOKEN)."
+            )
         return ValueError(
             f"{repo_id} is not on the Hub, or is private and the token may not read it. Check the name and the token."
         )
+    if isinstance(error, LocalTokenNotFoundError) or (status in (401, 403) and token is None):
+        return no_token(repo_id)
     if status == 401:
         return PermissionError(
             f"{repo_id}: the Hub rejected the token: {said}. Log in again (`hf auth login`), or correct HF_TOKEN."
         )
     if status in (402, 403, 413, 507):
         return PermissionError(
-            f"{repo_id}: the Hub refused: {said}. The token needs write permission there (a fine-grained one: for "
-            "this repository or its owner), and its owner free storage."
+            f"{repo_id}: the Hub refused: {said}. To push, the token needs write permission there (a fine-grained "
+            "one: for this repository or its owner), and its owner free storage."
         )
     if status in TRANSIENT or _is_lost(error):
         found = f"answered {status}" if status else f"could not be reached ({type(error).__name__})"
         return ConnectionError(f"{repo_id}: the Hub {found}, {attempts} times: {said}. {way_out}")
     if status is not None:
         return ValueError(f"{repo_id}: the Hub answered {status}: {said}.")
-    if isinstance(error, _HTTP_ERROR) or _clean(repr(error)) != repr(error):
+    if isinstance(error, _HTTP_ERROR) or _clean(repr(error), token) != repr(error):
         return ConnectionError(
             f"{repo_id}: the Hub could not be asked: {said}. Check HF_TOKEN and HF_ENDPOINT for stray characters."
         )
     return None
 
 
-def _clean(text: str) -> str:
+def no_token(repo_id: str) -> PermissionError:
+    """The error for a request that needs a token where there is none."""
+    return PermissionError(f"{repo_id}: the Hub wants a token. Log in with `hf auth login`, or set HF_TOKEN.")
+
+
+def _clean(text: str, token: str | None) -> str:
     """Text without the token, which errors of malformed headers quote."""
-    token = get_token()
     return text.replace(token, "<token>") if token else text
 
 
-def _presentable(error: BaseException) -> BaseException | None:
+def _presentable(error: BaseException, token: str | None) -> BaseException | None:
     """The error, to be shown as the cause, unless it or what caused it quotes the token."""
     link: BaseException | None = error
     while link is not None:
-        if _clean(f"{link}{link!r}") != f"{link}{link!r}":
+        if _clean(f"{link}{link!r}", token) != f"{link}{link!r}":
             return None
         link = link.__cause__ or link.__context__
     return error

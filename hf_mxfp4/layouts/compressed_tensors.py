@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from hf_mxfp4.checkpoint_files import Checkpoint
-from hf_mxfp4.checkpoints import HF_MXFP4_KEY, LAYOUTS
+from hf_mxfp4.checkpoints import HF_MXFP4_KEY, WRITTEN
 from hf_mxfp4.formats import MXFP4, NVFP4, BlockFormat
 from hf_mxfp4.layouts.base import (
     EDITED,
@@ -233,7 +233,7 @@ def _activations(groups: list[Group], notes: list[str]) -> str | None:
 
 def _recognise(checkpoint: Checkpoint) -> bool:
     config = checkpoint.quantization or {}
-    return config.get("quant_method") == LAYOUTS["portable"].quant_method and HF_MXFP4_KEY not in config
+    return config.get("quant_method") == WRITTEN["portable"].quant_method and HF_MXFP4_KEY not in config
 
 
 LAYOUT = StoredLayout("compressed-tensors", _recognise, read)

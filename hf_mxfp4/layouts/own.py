@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_mxfp4.checkpoint_files import Checkpoint
-from hf_mxfp4.checkpoints import FULL_PRECISION, HF_MXFP4_KEY, LAYOUTS
+from hf_mxfp4.checkpoints import FULL_PRECISION, HF_MXFP4_KEY, WRITTEN
 from hf_mxfp4.formats import FORMATS, MACRO_BLOCK, BlockFormat, Outliers
 from hf_mxfp4.layouts import compressed_tensors
 from hf_mxfp4.layouts.base import (
@@ -36,7 +36,7 @@ from hf_mxfp4.outliers import check, column_dtype
 _OUTLIERS = tuple(f"outlier_{name}" for name in Outliers._fields)
 _TRANSFORMS = ("pre_quant_scale", "hadamard")
 # Projections of a stack of experts, as their own checkpoints name them one by one.
-_PROJECTIONS = {
+PROJECTIONS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
@@ -57,7 +57,7 @@ def read_own(checkpoint: Checkpoint) -> Contents:
     """Contents of a checkpoint in layout `own`; see `StoredLayout.read`."""
     config, tensors = checkpoint.quantization or {}, checkpoint.tensors
     coded = [key for key, tensor in tensors.items() if tensor.dtype == "U8"]
-    packed = [key for key in coded if key.endswith(".weight") or f"{key}_scale" in tensors]
+    packed = [k for k in coded if k.endswith(".weight") or f"{_name_of_scales(checkpoint, k)}_scale" in tensors]
     if not packed:
         raise ValueError(f"quantization_config says hf_mxfp4, and no file holds a packed weight. {EDITED}")
     formats = _formats(config)
@@ -104,19 +104,20 @@ def _activation_format(fields: dict[str, Any]) -> str | None:
 
 def _matrix(checkpoint: Checkpoint, key: str) -> PackedMatrix:
     tensors, config = checkpoint.tensors, checkpoint.quantization or {}
-    fmt = stored_format(checkpoint, f"{key}_scale")
-    stacked = not key.endswith(".weight")
-    shape = weight_shape(checkpoint, fmt, key, f"{key}_scale", stacked)
-    names = {"scale": f"{key}_scale"}
+    named = _name_of_scales(checkpoint, key)
+    fmt = stored_format(checkpoint, f"{named}_scale")
+    stacked = len(tensors[key].shape) == 3
+    shape = weight_shape(checkpoint, fmt, key, f"{named}_scale", stacked)
+    names = {"scale": f"{named}_scale"}
     if fmt.has_global_scale:
-        names["global_scale"] = f"{key}_global_scale"
+        names["global_scale"] = f"{named}_global_scale"
         _check_divisor(checkpoint, names["global_scale"], shape)
-    if f"{key}_macro_scale" in tensors:
-        names["macro_scale"] = f"{key}_macro_scale"
+    if f"{named}_macro_scale" in tensors:
+        names["macro_scale"] = f"{named}_macro_scale"
         expect(checkpoint, names["macro_scale"], "U8", (*shape[:-1], -(-shape[-1] // MACRO_BLOCK)))
-    stored = [name for name in _OUTLIERS if f"{key}_{name}" in tensors]
+    stored = [name for name in _OUTLIERS if f"{named}_{name}" in tensors]
     if stored:
-        names |= {name: f"{key}_{name}" for name in _OUTLIERS}
+        names |= {name: f"{named}_{name}" for name in _OUTLIERS}
         _expect_outliers(
             checkpoint, tuple(names[name] for name in _OUTLIERS), torch.Size(shape[:-1]).numel(), shape[-1]
         )
@@ -126,20 +127,37 @@ def _matrix(checkpoint: Checkpoint, key: str) -> PackedMatrix:
     if listed is None:
         transposed = stacked and checkpoint.config.get("model_type") in _TRANSPOSED_MODELS
     else:
-        transposed = stacked and Patterns(listed, "transposed").find(key.rpartition(".")[0]) is not None
+        transposed = stacked and Patterns(listed, "transposed").find(named.rpartition(".")[0]) is not None
     return PackedMatrix(fmt, shape, (key, *names.values()), partial(_decode, fmt, key, names), transposed)
+
+
+def _name_of_scales(checkpoint: Checkpoint, key: str) -> str:
+    """What the names of a weight's scales begin with: its own name; but where a model's own checkpoints give nothing
+    but the stack of experts itself another name (GraniteMoE's `input_linear.weight`), the model's."""
+    tensors, codes = checkpoint.tensors, checkpoint.tensors[key].shape
+    if f"{key}_scale" in tensors or len(codes) != 3:
+        return key
+    parent = key.removesuffix(".weight").rpartition(".")[0]
+    sizes = {fmt.block_size // 2 for fmt in FORMATS.values()}
+    found = []
+    for name, tensor in tensors.items():
+        named = name.removesuffix("_scale")
+        if name.startswith(f"{parent}.") and named.rpartition(".")[2] in PROJECTIONS and named not in tensors:
+            *lead, blocks = tensor.shape
+            if (*lead,) == codes[:2] and codes[2] in {blocks * size for size in sizes}:
+                found.append(named)
+    return found[0] if len(found) == 1 else key
 
 
 def _attach_stacked_outliers(checkpoint: Checkpoint, matrices: dict[str, PackedMatrix]) -> None:
     """Outliers of a stack of experts are stored in one piece, `X.experts.gate_up_proj_outlier_*`, also where the codes
     are stored expert by expert: every expert's projection gets its rows of them."""
-    for key in [key for key in checkpoint.tensors if key.endswith(f"_{_OUTLIERS[2]}")]:
+    used = {key for matrix in matrices.values() for key in matrix.keys}
+    for key in [key for key in checkpoint.tensors if key.endswith(f"_{_OUTLIERS[2]}") and key not in used]:
         stack = key.removesuffix(f"_{_OUTLIERS[2]}")
-        if stack in matrices:
-            continue
         path, _, leaf = stack.rpartition(".")
         members: list[str] = []
-        for parts in _PROJECTIONS.get(leaf, ()):
+        for parts in PROJECTIONS.get(leaf, ()):
             expert = 0
             while f"{path}.{expert}.{parts[0]}.weight" in matrices:
                 members += [f"{path}.{expert}.{part}.weight" for part in parts]
@@ -223,7 +241,7 @@ def _is_portable(checkpoint: Checkpoint) -> bool:
 
 
 def _is_own(checkpoint: Checkpoint) -> bool:
-    return (checkpoint.quantization or {}).get("quant_method") == LAYOUTS["own"].quant_method
+    return (checkpoint.quantization or {}).get("quant_method") == WRITTEN["own"].quant_method
 
 
 PORTABLE = StoredLayout("portable", _is_portable, read_portable)

@@ -10,8 +10,12 @@ share a file system can work on one output:
 
 A lock is abandoned when its owner's process is gone (seen on his machine only), or when it was not touched for
 `ABANDONED` seconds. Its age is taken from the times that the file system itself stamps on it and on a file touched at
-the same moment: clocks of different machines are never compared. Should two processes work on one file even so, both
-write the same bytes, each under a temporary name of its own.
+the same moment: clocks of different machines are never compared. A process that hangs without ending keeps its lock on
+its own machine; the others wait until it is killed.
+
+What is asked of the file system: O_EXCL and rename work between machines (NFS 3 and on), and a file that was written,
+synced and renamed is seen whole. Where they do not, or two processes work on one file for another reason, both write
+the same bytes, each under a temporary name of its own: time is lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,36 +57,35 @@ class Journal:
     def exists(self) -> bool:
         return (self.folder / "manifest.json").is_file()
 
-    def restore(self) -> bool:
-        """Whether there is a journal; one whose removal was interrupted is put back."""
-        gone = self.output / FINISHED
-        with contextlib.suppress(OSError):
-            if (gone / "manifest.json").is_file():
-                os.rename(gone, self.folder)
-            else:  # the output is complete
-                gone.rmdir()
-        return self.exists
-
     def open(self, manifest: dict[str, Any]) -> None:
-        """Begin, or go on with, what the manifest describes.
+        """Begin what the manifest describes. Of several processes one does.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while not self.exists:
+            lock = self.claim("manifest")
+            if lock is None:
+                time.sleep(0.1)
+                continue
+            with lock:
+                if not self.exists:
+                    content = json.dumps(manifest, indent=1, sort_keys=True).encode()
+                    write_file(self.folder / "manifest.json", content)
+        self.check(manifest)
+
+    def check(self, manifest: dict[str, Any], folder: Path | None = None) -> None:
+        """Whether this is the job that was begun.
 
         Raises:
             ValueError: if the folder was begun with another config or source, naming what differs.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "manifest.json"
-        if not path.exists():
-            draft = path.with_name(f"{secrets.token_hex(4)}.manifest{PARTIAL}")
-            write_file(draft, json.dumps(manifest, indent=1, sort_keys=True).encode())
-            try:
-                os.link(draft, path)
-                draft.unlink()
-            except FileExistsError:  # another process was faster
-                draft.unlink()
-            except OSError:  # a file system without links
-                os.replace(draft, path)
-            sync_folder(self.folder)
-        found = read_json(path)
+        path = (folder or self.folder) / "manifest.json"
+        try:
+            found = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged. Remove {self.output} and start again.") from error
         differing = sorted(key for key in {*found, *manifest} if found.get(key) != manifest.get(key))
         if differing:
             key = differing[0]
@@ -95,7 +99,7 @@ class Journal:
         try:
             record = Done(**read_json(self.folder / f"{shard}.done"))
             size = (self.output / shard).stat().st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):  # a record that is damaged is none
             return None
         return record if size == record.size else None
 
@@ -113,8 +117,26 @@ class Journal:
 
     def remove(self) -> None:
         """Remove the journal: from here on the output is as if it had been written at once."""
+        os.rename(self.folder, self.output / FINISHED)
+        self._clear()
+
+    def is_complete(self, manifest: dict[str, Any]) -> bool:
+        """Whether a run made all, and only the removal of its journal was interrupted, which is then done.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        try:
+            self.check(manifest, self.output / FINISHED)
+        except FileNotFoundError:
+            with contextlib.suppress(OSError):
+                (self.output / FINISHED).rmdir()
+            return False
+        self._clear()
+        return True
+
+    def _clear(self) -> None:
         gone = self.output / FINISHED
-        os.rename(self.folder, gone)
         for path in sorted(gone.glob("*"), key=lambda path: path.name == "manifest.json"):  # the manifest last
             path.unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -168,9 +190,9 @@ class Lock:
         return self
 
     def __exit__(self, *error) -> None:
+        _HELD.discard(self._token)  # first: Ctrl-C may come at any moment
         self._stop.set()
         self._thread.join()
-        _HELD.discard(self._token)
         if self.held:
             self.path.unlink(missing_ok=True)
 
@@ -212,7 +234,7 @@ def _take_away(path: Path, seen: bytes) -> None:
     except FileNotFoundError:
         return
     if _read(aside) != seen:
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(OSError):  # a file system without links: two work on one file
             os.link(aside, path)
     aside.unlink(missing_ok=True)
 

@@ -155,7 +155,8 @@ class _Units:
     def _can_be_sliced(self, path: str, leaf: str) -> bool:
         """Whether experts can be read, quantized and stored one by one."""
         load = self.skeleton.loads[f"{path}.{leaf}"]
-        steps = [(type(op).__name__, op.dim) for op in load.converter.operations] if load.converter else []
+        operations = load.converter.operations if load.converter else ()
+        steps = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
         experts = self.skeleton.model.get_submodule(path).num_experts
         if steps not in ([], [("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
             return False

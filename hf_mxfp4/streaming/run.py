@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 
+from hf_mxfp4 import __version__
 from hf_mxfp4.checkpoint_files import Checkpoint, read_checkpoint
 from hf_mxfp4.checkpoint_writer import (
     PARTIAL,
@@ -53,7 +56,7 @@ class Summary(NamedTuple):
         packed: how many linears and fused-expert modules are packed.
         kept: names of linears in full precision, and why.
         ignored: stored tensors that the model does not use, and which were left out.
-        resumed: files that an earlier run, or another process, had made.
+        resumed: files that were finished before this run began.
     """
 
     output: Path
@@ -106,7 +109,8 @@ def quantize_checkpoint(
     job = Job(str(source), str(output), config, device, max_shard_size, trust_remote_code)
     checkpoint = read_source(source)
     run = Run(job, checkpoint)
-    run.begin()
+    if not run.begin():
+        return run.summary(len(run.sizes))
     before = len(run.finished())
     if workers > 1 and len(run.plan.shards) > 1:
         processes.work(job, run, min(workers, len(run.plan.shards)), progress)
@@ -129,8 +133,15 @@ def _check_arguments(config: FP4Config, workers: int, device: str) -> None:
         raise ValueError("dequantize=True gives a model in full precision. Leave it out.")
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ValueError(f"workers={workers!r}; allowed: an int, at least 1.")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f'device={device!r}, and torch sees no GPU. Use device="cpu".')
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f'device={device!r}; allowed: "cpu", "cuda", "cuda:1" and so on.') from error
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f'device={device!r}; allowed: "cpu", "cuda", "cuda:1" and so on.')
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        found = f"{torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "no GPU"
+        raise ValueError(f'device={device!r}, and torch sees {found}. Use device="cpu".')
 
 
 def read_source(source: str | Path) -> Checkpoint:
@@ -171,19 +182,31 @@ class Run:
         self.journal = Journal(self.output.resolve())
         self.sizes = {shard.name: self.plan.nbytes(shard.name) for shard in self.plan.shards}
 
-    def begin(self) -> None:
-        """Check the output folder, and open its journal."""
+    def begin(self) -> bool:
+        """Check the output folder, and open its journal. Whether anything is left to be done."""
+        manifest = self._manifest()
+        if self.journal.is_complete(manifest):
+            return False
         needed = sum(shard.nbytes for shard in self.plan.shards) + HEADROOM
-        begun = self.journal.restore()
+        needed += sum(path.stat().st_size for path in other_files(self.checkpoint.folder))
+        begun = self.journal.exists
         if begun:
-            self.journal.open(self._manifest())
+            self.resume(manifest)
             needed -= sum(shard.nbytes for shard in self.plan.shards if shard.name in self.finished())
         try:
             check_output(self.job.source, self.job.output, needed, force=begun, own=(JOURNAL, FINISHED))
         except ValueError:
             if begun or not self.journal.exists:  # else another process has begun just now
                 raise
-        self.journal.open(self._manifest())
+        if not begun:
+            with contextlib.suppress(FileNotFoundError):  # another process has just finished all
+                self.journal.open(manifest)
+        return True
+
+    def resume(self, manifest: dict[str, Any] | None = None) -> None:
+        """Check that this is the job that was begun. Should another process just finish it, there is nothing to do."""
+        with contextlib.suppress(FileNotFoundError):
+            self.journal.check(manifest or self._manifest())
 
     def _manifest(self) -> dict[str, Any]:
         """What must be the same for two runs to be one job."""
@@ -197,7 +220,7 @@ class Run:
             "source": {"files": files, "tensors": _digest(headers), "config": _digest(self.checkpoint.config)},
             "max_shard_size": str(self.job.max_shard_size),
             "plan": _digest(plan),
-            "versions": {"transformers": transformers.__version__},
+            "versions": {"hf_mxfp4": __version__, "transformers": transformers.__version__},
         }
 
     def finished(self) -> dict[str, Done]:
@@ -209,20 +232,28 @@ class Run:
         """Make files until all are there, whoever makes them."""
         worker = Worker(self.skeleton, self.source, self.plan, self.job.device)
         try:
-            while waiting := [shard for shard in self.plan.shards if self.journal.done(shard.name) is None]:
-                if self._is_over():
-                    return
-                if not any([self._make(worker, shard, report) for shard in waiting]):
-                    report.look()
-                    time.sleep(POLL)
+            with self._going_on():
+                while waiting := [shard for shard in self.plan.shards if self.journal.done(shard.name) is None]:
+                    if self._is_over():
+                        return
+                    if not any([self._make(worker, shard, report) for shard in waiting]):
+                        report.look()
+                        time.sleep(POLL)
+        finally:
+            self.source.close()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Errors of the file system say what to do. Files may be gone once another process has finished all."""
+        try:
+            yield
         except FileNotFoundError:
             if not self._is_over():
                 raise
         except OSError as error:
-            message = f"{error.strerror or error}: {self.output}. The same command goes on where this one stopped"
+            place = error.filename or self.output
+            message = f"{error.strerror or error}: {place}. The same command goes on where this one stopped"
             raise OSError(error.errno, message) from error
-        finally:
-            self.source.close()
 
     def _is_over(self) -> bool:
         """Whether another process has finished the whole job."""
@@ -253,19 +284,19 @@ class Run:
     def finish(self) -> None:
         """Write everything else, config.json last, and remove the journal. One process does, the others wait."""
         while not self._is_over():
-            try:
+            with self._going_on():
                 lock = self.journal.claim("finish")
                 if lock is None:
                     time.sleep(POLL)
                     continue
                 with lock:
-                    if self.journal.exists:
-                        self._write_others()
-                        self.journal.remove()
-                        return
-            except FileNotFoundError:
-                if not self._is_over():
-                    raise
+                    try:
+                        if self.journal.exists:
+                            self._write_others()
+                            self.journal.remove()
+                    except FileNotFoundError:
+                        if lock.held:
+                            raise  # else this process was thought to be gone, and another one finishes
 
     def _write_others(self) -> None:
         for path in self.output.glob(f".*{PARTIAL}"):
@@ -302,14 +333,27 @@ class Run:
 
 def copy_others(source: Path, output: Path) -> None:
     """Copy what is neither weights nor written by `save_pretrained`: tokenizer, chat template, licence."""
-    for path in sorted(source.iterdir()):
-        name = path.name
-        if path.is_dir() and name in _FOLDERS:
-            shutil.copytree(path, output / name, dirs_exist_ok=True)
-        unwanted = name.startswith(".") or name in _MADE_ANEW or name.endswith(".index.json")
-        if path.is_file() and not unwanted and not name.endswith(_WEIGHTS):
-            write_file(output / name, path.read_bytes())
-    sync_folder(output)
+    for path in other_files(source):
+        target = output / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+        try:
+            shutil.copyfile(path, temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(target.parent)
+
+
+def other_files(source: Path) -> list[Path]:
+    """What is copied."""
+    found = [path for path in source.iterdir() if path.name not in _MADE_ANEW]
+    found += [path for name in _FOLDERS if (source / name).is_dir() for path in (source / name).iterdir()]
+    unwanted = (".index.json", *_WEIGHTS)
+    return sorted(p for p in found if p.is_file() and not p.name.startswith(".") and not p.name.endswith(unwanted))
 
 
 def _readable(value: Any) -> Any:

@@ -31,6 +31,15 @@ from hf_mxfp4.config import FP4Config
 from hf_mxfp4.streaming.source import Source
 
 
+class _Parameters(NamedTuple):
+    """What converters ask a model for: shapes of its dense parameters."""
+
+    shapes: dict[str, torch.Size]
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shapes[name], device="meta")
+
+
 class Load(NamedTuple):
     """Stored tensors that make one or more parameters or buffers of the dense model.
 
@@ -57,7 +66,8 @@ class Load(NamedTuple):
         for pattern, found in tensors.items():
             for tensor in found:
                 converter.add_tensor(self.target, self.target, pattern, tensor)
-        made = converter.convert(self.target, model=model, config=model.config)
+        dense = _Parameters(self.shapes) if self.shapes else model  # the model's own are packed by then
+        made = converter.convert(self.target, model=dense, config=model.config)
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()}
 
 
@@ -91,6 +101,9 @@ def build(source: Source, config: FP4Config, trust_remote_code: bool = False) ->
     cls = model_class(model_config, folder, trust_remote_code)
     note = _Note(source, config)
     methods = {"_load_pretrained_model": staticmethod(note.load), "_finalize_model_loading": staticmethod(note.tie)}
+    absent = [name for name in methods if not hasattr(cls, name)]
+    if absent:  # else it would load all weights
+        raise RuntimeError(f"transformers {transformers.__version__} has no {absent[0]}; install one of 5.17 to 5.23.")
     standin = type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
     model = standin.from_pretrained(
         folder, config=model_config, quantization_config=config, dtype="auto", local_files_only=True

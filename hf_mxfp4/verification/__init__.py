@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from hf_mxfp4.checkpoint_writer import CHECKSUMS, sha256
 from hf_mxfp4.checkpoints import FULL_PRECISION, check_scales
 from hf_mxfp4.layouts import Contents, PackedMatrix, PackedTensors
 from hf_mxfp4.packed import dense_copy
+from hf_mxfp4.verification.source import dense_shape, originals
 
 # Squared error of a matrix over its squares. Trained weights come to 0.003 to 0.03 in either format under any rule;
 # a scale wrong by a factor of 2 gives 0.25 or 1, exchanged rows or codes give about 2.
@@ -113,10 +115,10 @@ def verify_checkpoint(
             else:
                 with TensorReader(original.folder, original.tensors) as read_source:
                     counter.readers.append(read_source)
-                    _check_names(contents, checkpoint, original, result)
+                    _check_names(contents, checkpoint, read_source, result)
                     _check_tensors(checkpoint, contents, read, result, counter, read_source)
-        except OSError as error:
-            result.findings.append(f"a file could not be read: {error}.")
+        except (ValueError, OSError) as error:
+            result.findings.append(f"a file could not be read: {error}")
     return result
 
 
@@ -165,7 +167,7 @@ def _listed(folder: Path, result: Verification) -> dict[str, str]:
         parts = Path(name).parts
         if Path(name).is_absolute() or ".." in parts or "\\" in name:
             result.findings.append(f"{CHECKSUMS}, line {number}: {name!r} lies outside of the folder.")
-        elif not (folder / name).is_file():
+        elif not _is_file(folder / name):
             result.findings.append(f"{name} is missing, and {CHECKSUMS} names it.")
         else:
             found[name] = digest.lower()
@@ -174,12 +176,24 @@ def _listed(folder: Path, result: Verification) -> dict[str, str]:
     return found
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def _compare_checksums(folder: Path, listed: dict[str, str], result: Verification, counter: _Counter) -> None:
     if not (folder / CHECKSUMS).is_file():
         return
     for name, expected in listed.items():
         path = folder / name
-        if sha256(path) != expected:
+        try:
+            found = sha256(path)
+        except OSError as error:
+            result.findings.append(f"{name} could not be read: {error}.")
+            continue
+        if found != expected:
             if name in _MAY_CHANGE:
                 result.notes.append(f"{name} was written after {CHECKSUMS}.")
             else:
@@ -225,20 +239,26 @@ def _contents(checkpoint: Checkpoint, result: Verification) -> Contents:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _check_names(contents: Contents, checkpoint: Checkpoint, original: Checkpoint, result: Verification) -> None:
+def _check_names(contents: Contents, checkpoint: Checkpoint, read_source: TensorReader, result: Verification) -> None:
     """Both hold weights of the same names and shapes."""
-    own = {name: _dense_shape(matrix) for name, matrix in contents.matrices.items()}
+    own = {name: dense_shape(matrix) for name, matrix in contents.matrices.items()}
     own |= {name: tensor.shape for name, tensor in contents.plain(checkpoint.tensors).items()}
+    found = {name: originals(name, matrix, read_source) for name, matrix in contents.matrices.items()}
+    covered: Counter[str] = Counter()  # weights, of stacks that are stored expert by expert
+    for name, places in found.items():
+        for key in {key for original in places for key in original.keys}:
+            covered[key] += math.prod(contents.matrices[name].shape)
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    for name, tensor in original.tensors.items():
+    for name, tensor in read_source.tensors.items():
         if name not in own:
             if name.endswith(_RECOMPUTED) or (tied and name == "lm_head.weight"):
                 result.notes.append(f"{name} of the source is not stored: the model has it from elsewhere.")
-            else:
+            elif covered[name] < max(1, math.prod(tensor.shape)):
                 result.findings.append(f"{name} of the source is missing.")
         elif own[name] != tensor.shape:
             result.findings.append(f"{name}: shape {list(own[name])}, and {list(tensor.shape)} in the source.")
-    result.findings += [f"{name} is not in the source." for name in own if name not in original.tensors]
+    more = [name for name in own if name not in read_source.tensors and not found.get(name)]
+    result.findings += [f"{name} is not in the source." for name in more]
 
 
 def _check_tensors(
@@ -274,22 +294,18 @@ def _check_matrix(name: str, matrix: PackedMatrix, read, result: Verification, r
     """Decode a matrix piece by piece; with a source, compare."""
     tensors = matrix.decode(read)
     check_scales(name, matrix.format, tensors.scale, tensors.global_scale)
-    original = None
-    if read_source is not None and name in read_source.tensors:
-        stored = read_source.tensors[name]
-        if stored.shape == _dense_shape(matrix) and stored.dtype in FULL_PRECISION:
-            original = _Original(name, matrix, read_source)
-    bad, error, energy = 0, 0.0, 0.0
+    found = [] if read_source is None else originals(name, matrix, read_source)
+    bad, errors, energies = 0, [0.0] * len(found), [0.0] * len(found)
     for expert, rows, piece in _pieces(matrix, tensors):
         bad += int((~torch.isfinite(piece)).sum())
-        if original is not None:
+        for index, original in enumerate(found):
             wanted = original.rows(expert, rows).double()
-            error += float((piece.double() - wanted).square().sum())
-            energy += float(wanted.square().sum())
+            errors[index] += float((piece.double() - wanted).square().sum())
+            energies[index] += float(wanted.square().sum())
     if bad:
         result.findings.append(f"{name}: {bad} of {math.prod(matrix.shape)} weights decode to NaN or Inf.")
-    if original is not None:
-        relative = error / energy if energy else (0.0 if error == 0 else math.inf)
+    if found:
+        relative = min(map(_relative, errors, energies))
         result.errors[name] = relative
         if not relative <= LARGEST_ERROR:
             result.findings.append(
@@ -299,25 +315,8 @@ def _check_matrix(name: str, matrix: PackedMatrix, read, result: Verification, r
     result.packed += 1
 
 
-def _dense_shape(matrix: PackedMatrix) -> tuple[int, ...]:
-    *lead, n, k = matrix.shape
-    return (*lead, k, n) if matrix.transposed else (*lead, n, k)
-
-
-class _Original:
-    """Rows of a matrix of the source, in the arrangement of the packed one."""
-
-    def __init__(self, name: str, matrix: PackedMatrix, read: TensorReader):
-        self.name, self.matrix, self.read = name, matrix, read
-        self.expert, self.weight = None, None
-
-    def rows(self, expert: int | None, rows: slice) -> torch.Tensor:
-        if expert is None:
-            return self.read.rows(self.name, rows.start, rows.stop)
-        if expert != self.expert:
-            weight = self.read.rows(self.name, expert, expert + 1)[0]
-            self.expert, self.weight = expert, weight.t() if self.matrix.transposed else weight
-        return self.weight[rows]
+def _relative(error: float, energy: float) -> float:
+    return error / energy if energy else (0.0 if error == 0 else math.inf)
 
 
 def _pieces(matrix: PackedMatrix, tensors: PackedTensors) -> Iterator[tuple[int | None, slice, torch.Tensor]]:
