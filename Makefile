@@ -33,7 +33,8 @@ test: $(VENV)/.installed
 	$(PYTEST) $(PYTEST_ARGS)
 
 # Tests whose subject knows nothing of transformers: one run of them is enough.
-ONCE := cpu error_feedback formats gemm_grad gemm_small kernel_compile kernels kernels_quantize macro_block ops \
+ONCE := checkpoint_writer cpu error_feedback export_scales formats gemm_grad gemm_small inspection kernel_compile \
+  kernels kernels_quantize layouts layouts_modelopt layouts_peers layouts_transforms macro_block ops \
   ops_corrections outliers peer_quantizers permuted quantization reference scales tuning
 
 # The other tests on the oldest supported transformers, in an environment of its own.

@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_mxfp4.checkpoints import HF_MXFP4_KEY, WRITTEN
 from hf_mxfp4.formats import FORMATS, QuantizedTensor
 from hf_mxfp4.outliers import MAX_FRACTION
-from hf_mxfp4.recipe import RECIPE_KEYS, Recipe, check_choice, check_recipe, unknown_names
+from hf_mxfp4.recipe import RECIPE_KEYS, Recipe, check_choice, check_recipe, check_regex, unknown_names
 from hf_mxfp4.scales import SCALE_RULES, ScaleOptions
 
 QUANT_METHOD = "hf_mxfp4"
@@ -181,6 +181,8 @@ class FP4Config(QuantizationConfigMixin):
         skip = self.modules_to_not_convert
         if skip is not None and not (isinstance(skip, (list, tuple)) and all(isinstance(name, str) for name in skip)):
             raise ValueError(f"modules_to_not_convert={skip!r} is not a list of strings.")
+        for name in skip or ():
+            check_regex("modules_to_not_convert", name)
         self.modules_to_not_convert = None if skip is None else list(skip)
         check_recipe(**{key: getattr(self, key) for key in RECIPE_KEYS})
         self._check_calibration()
@@ -226,10 +228,7 @@ class FP4Config(QuantizationConfigMixin):
         return self.needs_calibration or self.outlier_fallback > 0
 
     def _check_override(self, pattern: str, override: dict | str) -> None:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"overrides: {pattern!r} is not a regular expression: {error}.") from error
+        check_regex("overrides", pattern)
         if override == "skip":
             return
         if not isinstance(override, dict):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,13 @@ def check_recipe(format, scale_rule, search, global_scale, iterations, macro_blo
 def check_choice(name: str, value, allowed) -> None:
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={value!r}; allowed: {', '.join(allowed)}.")
+
+
+def check_regex(field: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{field}: {pattern!r} is not a regular expression: {error}.") from error
 
 
 def unknown_names(what: str, unknown, allowed) -> str:

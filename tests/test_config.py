@@ -46,6 +46,7 @@ INVALID = [
     ({"scale_rule": "amax", "global_scale": "free"}, ["global_scale", '"soar"', "'amax'"]),
     ({"scale_rule": "four_over_six", "iterations": 5}, ["iterations", '"soar"', "'four_over_six'"]),
     ({"modules_to_not_convert": "lm_head"}, ["modules_to_not_convert='lm_head'", "list of strings"]),
+    ({"modules_to_not_convert": ["(["]}, ["modules_to_not_convert: '(['", "regular expression"]),
     ({"modules_to_not_convert": ["a", 1]}, ["modules_to_not_convert=", "list of strings"]),
     ({"compute_dtype": "int8"}, ["compute_dtype='int8'", "None", "bfloat16", "float16", "float32"]),
     ({"compute_dtype": torch.float64}, ["compute_dtype=torch.float64", "bfloat16", "float16", "float32"]),

@@ -87,14 +87,15 @@ def test_exports(target, tmp_path):
     """Against the original model, in any layout."""
     export_checkpoint(case("qwen3_moe").folder, tmp_path / "out", target)
     found = verify_checkpoint(tmp_path / "out", source("qwen3_moe"))
-    if target == "bf16":  # compared value by value, as a copy would be
-        assert len(found.findings) == 32 and "values are not the source's" in found.findings[0]
-    else:
-        assert (
-            found.ok
-            and found.packed == 32
-            and found.errors == verify_checkpoint(case("qwen3_moe").folder, source("qwen3_moe")).errors
-        )
+    assert found.ok and found.packed == (0 if target == "bf16" else 32)
+    assert found.errors == verify_checkpoint(case("qwen3_moe").folder, source("qwen3_moe")).errors
+
+
+def test_another_model_in_full_precision(tmp_path):
+    change = {"model.layers.0.mlp.up_proj.weight": torch.full((128, 64), 0.05, dtype=torch.bfloat16)}
+    folder = edited(source("llama"), tmp_path / "other", lambda tensors: tensors.update(change))
+    found = verify_checkpoint(folder, source("llama"))
+    assert len(found.findings) == 1 and "up_proj.weight: relative squared error" in found.findings[0]
 
 
 def test_tied_head_of_the_source(tmp_path):

@@ -147,8 +147,8 @@ def _check_name(repo_id: str) -> None:
 def _verify(folder: Path, progress: Callable[[int, int, str], None] | None) -> None:
     found = verify_checkpoint(folder, progress=progress)
     if not found.ok:
-        first = "; ".join(str(finding) for finding in found.findings[:5])
-        raise ValueError(f"{folder} is damaged and was not pushed: {first}. Make or download it again.")
+        first = "; ".join(str(finding).removesuffix(".") for finding in found.findings[:5])
+        raise ValueError(f"{folder} is damaged and was not pushed: {first}.")
 
 
 def _text(path: Path) -> str:

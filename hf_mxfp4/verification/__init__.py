@@ -26,6 +26,7 @@ from hf_mxfp4.checkpoint_files import (
 )
 from hf_mxfp4.checkpoint_writer import CHECKSUMS, sha256
 from hf_mxfp4.checkpoints import FULL_PRECISION, check_scales
+from hf_mxfp4.inspection import FULL_PRECISION as FULL
 from hf_mxfp4.layouts import Contents, PackedMatrix, PackedTensors
 from hf_mxfp4.packed import dense_copy
 from hf_mxfp4.verification.source import dense_shape, originals
@@ -222,7 +223,7 @@ def _contents(checkpoint: Checkpoint, result: Verification) -> Contents:
     """What the checkpoint holds; nothing packed if that cannot be told."""
     if not checkpoint.tensors:
         result.findings.append("the checkpoint holds no tensors.")
-    nothing = Contents("full precision", "", {}, {})
+    nothing = Contents(FULL, "", {}, {})
     if checkpoint.quantization is None:
         result.layout = nothing.layout
         return nothing
@@ -305,14 +306,18 @@ def _check_matrix(name: str, matrix: PackedMatrix, read, result: Verification, r
     if bad:
         result.findings.append(f"{name}: {bad} of {math.prod(matrix.shape)} weights decode to NaN or Inf.")
     if found:
-        relative = min(map(_relative, errors, energies))
-        result.errors[name] = relative
-        if not relative <= LARGEST_ERROR:
-            result.findings.append(
-                f"{name}: relative squared error {relative:.3g} against the source, above {LARGEST_ERROR}, which no "
-                "sound quantization of trained weights reaches: another model's weights, or damaged."
-            )
+        _judge(name, min(map(_relative, errors, energies)), result)
     result.packed += 1
+
+
+def _judge(name: str, relative: float, result: Verification) -> None:
+    """Note the relative squared error of a weight against the source; one too large is a finding."""
+    result.errors[name] = relative
+    if not relative <= LARGEST_ERROR:
+        result.findings.append(
+            f"{name}: relative squared error {relative:.3g} against the source, above {LARGEST_ERROR}, which no "
+            "sound quantization of trained weights reaches: another model's weights, or damaged."
+        )
 
 
 def _relative(error: float, energy: float) -> float:
@@ -348,11 +353,16 @@ def _decoded(matrix, tensors: PackedTensors, expert, rows: slice, divisors, part
 
 
 def _compare_plain(name: str, stored: StoredTensor, tensor: torch.Tensor, read_source, result: Verification) -> None:
-    """Equal up to the dtype: what the source's value becomes in this one."""
+    """Equal up to the dtype: what the source's value becomes in this one. In a model that is in full precision itself,
+    matrices may have been quantized and decoded since (an export)."""
     if name not in read_source.tensors or read_source.tensors[name].shape != stored.shape:
         return  # told with the names
     original = read_source(name).to(tensor.dtype)
     pairs = zip(tensor.reshape(-1).split(_PIECE), original.reshape(-1).split(_PIECE), strict=True)
     other = sum(int(((one != two) & ~(one.isnan() & two.isnan())).sum()) for one, two in pairs)
-    if other:
+    if other and tensor.ndim > 1 and result.layout == FULL:
+        pairs = zip(tensor.reshape(-1).split(_PIECE), original.reshape(-1).split(_PIECE), strict=True)
+        sums = [(float((one.double() - two).square().sum()), float(two.double().square().sum())) for one, two in pairs]
+        _judge(name, _relative(*map(sum, zip(*sums, strict=True))), result)
+    elif other:
         result.findings.append(f"{name}: {other} of {tensor.numel()} values are not the source's.")
