@@ -156,7 +156,6 @@ def benchmark(scratch: Path, gigabytes: float, workers: list[int], formats: list
             print(json.dumps(run), flush=True)
         shutil.rmtree(scratch / f"from_pretrained-{fmt}-None", ignore_errors=True)
     machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
-    load = "other programs used the cores at the same time" if os.getloadavg()[2] > 1 else "the machine was idle"
     machine |= {"transformers": transformers.__version__, "load": load, "threads": torch.get_num_threads()}
     return {"checkpoint": made, "runs": runs, "machine": machine}
 
@@ -169,6 +168,7 @@ def processor() -> str:
 
 def table(result: dict) -> str:
     """The result as Markdown."""
+    load = "other programs used the cores at the same time" if os.getloadavg()[0] > 1 else "the machine was idle"
     made, machine = result["checkpoint"], result["machine"]
     bound = (3 * made["largest_tensor_bytes"] + 1e9) / 1e9
     lines = [
