@@ -136,6 +136,7 @@ def same_files(folder: Path, other: Path) -> bool:
 
 
 def benchmark(scratch: Path, gigabytes: float, workers: list[int], formats: list[str]) -> dict:
+    load = "other programs used the cores at the same time" if os.getloadavg()[0] > 1 else "the machine was idle"
     source = scratch / "source"
     source.mkdir()
     made = make_checkpoint(source, gigabytes)
@@ -168,7 +169,6 @@ def processor() -> str:
 
 def table(result: dict) -> str:
     """The result as Markdown."""
-    load = "other programs used the cores at the same time" if os.getloadavg()[0] > 1 else "the machine was idle"
     made, machine = result["checkpoint"], result["machine"]
     bound = (3 * made["largest_tensor_bytes"] + 1e9) / 1e9
     lines = [
