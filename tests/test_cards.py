@@ -93,7 +93,7 @@ def test_figures_are_those_of_the_files(folder):
     assert f"| bits per packed weight | {8 * nbytes / weights:.4g}," in text
     rest = sum(t.nbytes for name, t in tensors.items() if name not in packed)
     assert f"| in full precision | {rest:,} bytes |" in text
-    assert "FP4Config(format='nvfp4', scale_rule='soar')" in text
+    assert 'FP4Config(format="nvfp4", scale_rule="soar")' in text
     for version in (hf_mxfp4.__version__, torch.__version__, transformers.__version__):
         assert version in text
 

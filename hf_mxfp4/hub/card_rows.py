@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from typing import Any
 
 from hf_mxfp4.checkpoint_files import Checkpoint
@@ -87,8 +88,13 @@ def config_code(inspection: Inspection) -> str:
         for name, value in given.items()
         if name in ("format", "scale_rule") or (value != defaults[name] and name not in _OF_A_RUN)
     }
-    text = ", ".join(f"{name}={value!r}" for name, value in kept.items())
+    text = ", ".join(f"{name}={_literal(value)}" for name, value in kept.items())
     return fenced(f"FP4Config({text})", "python")
+
+
+def _literal(value) -> str:
+    """A value as Python source, in the quotes that formatters of code prefer."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def size_rows(inspection: Inspection) -> Rows:
