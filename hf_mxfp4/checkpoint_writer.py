@@ -377,7 +377,9 @@ def check_output(
     foreign = [name for name in foreign if os.fsdecode(name) not in set(own)]
     if foreign and not force:
         name = foreign[0].decode("utf-8", "backslashreplace")
-        raise ValueError(f"{output} holds {len(foreign)} other files (such as {name}). Choose an empty or new folder.")
+        done = "; it is a finished checkpoint already" if {CHECKSUMS.encode(), b"config.json"} <= {*foreign} else ""
+        what = f"{output} holds {len(foreign)} other files (such as {name}){done}"
+        raise ValueError(f"{what}. Choose an empty or new folder.")
     place = real
     while not place.exists():
         place = place.parent
