@@ -16,6 +16,7 @@ from hf_mxfp4.fusion import fuse_projections, unfuse_projections
 from hf_mxfp4.loading import load
 from hf_mxfp4.modules import FP4Experts, FP4Linear
 from hf_mxfp4.ops import dequantize
+from hf_mxfp4.plugins import load_plugins
 from hf_mxfp4.quantizer import FP4HfQuantizer, register
 
 __version__ = "0.1.0"
@@ -35,3 +36,4 @@ __all__ = [
 ]
 
 register()
+load_plugins()

@@ -28,7 +28,7 @@ ORDER = (
     *("checkpoint_files", "checkpoint_writer", "checkpoints", "layouts", "recipe", "config", "packing", "fusion"),
     *("conversion", "calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs"),
     *("calibration", "whole_model", "stored", "foreign", "quantizer", "loading", "analysis", "export", "inspection"),
-    *("verification", "evaluation", "tuner", "doctor", "streaming", "hub", "cli"),
+    *("verification", "evaluation", "tuner", "doctor", "streaming", "hub", "cli", "plugins"),
 )
 KNOW_TRANSFORMERS = {*("config", "conversion", "stored", "foreign", "quantizer", "loading", "streaming", "hub", "cli")}
 
