@@ -23,7 +23,7 @@ def load_plugins() -> None:
             entry.load()()
         except Exception as error:  # whatever a library of another version may raise
             warnings.warn(
-                f"hf_mxfp4 does not know how to work with the installed {entry.name} ({type(error).__name__}: {error}), so "
-                f"do not use it on packed models. Install a version that hf-mxfp4[{entry.name}] takes.",
+                f"hf_mxfp4 cannot work with the installed {entry.name} ({type(error).__name__}: {error}): "
+                f"do not use it on packed models, or install a version that hf-mxfp4[{entry.name}] takes.",
                 stacklevel=2,
             )
