@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files written tensor by tensor, and what else a finished checkpoint folder has.
+"""Safetensors files written tensor by tensor, and their index.
 
 `save_file` of safetensors wants all tensors of a file at once. `ShardWriter` takes them one at a time, in any order,
 or in pieces, and writes the same bytes.
@@ -10,12 +10,10 @@ dtype, then by name, as safetensors 0.4 to 0.8 write them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import secrets
-import shutil
 import struct
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -24,9 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_mxfp4.checkpoint_files import INDEX
-
-CHECKSUMS = "checksums.sha256"
-PARTIAL = ".partial"  # how names of unfinished files end
+from hf_mxfp4.output_files import PARTIAL, sync_folder, write_file
 
 # In the order of tensors in a file.
 _NAMES = (
@@ -37,7 +33,6 @@ _STORED = "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E8M0 F8_E4M3 F8_E5M2 
 DTYPES = {getattr(torch, name): stored for name, stored in zip(_NAMES.split(), _STORED.split(), strict=True)}
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_PIECE = 1 << 24  # bytes read at once for a checksum
 
 
 class TensorSpec(NamedTuple):
@@ -269,32 +264,6 @@ def _write(file, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after the machine fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and removals in a folder last. Windows has no such call."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_index(folder: str | Path, shards: Iterable[Shard], total_parameters: int, total_size: int) -> None:
     """Write `model.safetensors.index.json` as `save_pretrained` does; nothing for a checkpoint of one file."""
     shards = list(shards)
@@ -305,94 +274,3 @@ def write_index(folder: str | Path, shards: Iterable[Shard], total_parameters: i
         "weight_map": {name: shard.name for shard in shards for name in shard.tensors},
     }
     write_file(Path(folder) / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def write_checksums(folder: str | Path, known: Mapping[str, str] | None = None) -> Path:
-    """Write `checksums.sha256`, which `sha256sum --check` reads: each file of a folder, hidden ones left out.
-
-    Args:
-        folder: of a finished checkpoint.
-        known: checksums by path in the folder that need not be computed again, also of files that are still to come.
-    """
-    folder = Path(folder)
-    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    names = sorted(there.union(known or ()))
-    visible = [name for name in names if name != CHECKSUMS and not any(p.startswith(".") for p in name.split("/"))]
-    lines = [f"{(known or {}).get(name) or sha256(folder / name)}  {name}\n" for name in visible]
-    write_file(folder / CHECKSUMS, "".join(lines).encode("utf-8", "surrogateescape"))
-    return folder / CHECKSUMS
-
-
-# --- where to write --------------------------------------------------------------------------------------------------
-
-
-def check_output(
-    source: str | Path | None,
-    output: str | Path,
-    needed_bytes: int = 0,
-    *,
-    force: bool = False,
-    own: Iterable[str] = (),
-) -> Path:
-    """Refuse a folder that must not or cannot be written to, before any work is done. Makes no folder.
-
-    Args:
-        source: the folder that is read, if there is one.
-        output: the folder to be written.
-        needed_bytes: how much will be written.
-        force: let existing files stand; those that are written replace them.
-        own: names that may stand in it without `force` (of an interrupted run).
-
-    Returns:
-        `Path`: output, absolute.
-
-    Raises:
-        ValueError: naming the folder, the reason and the way out.
-        OSError: if there is not enough space.
-    """
-    output = Path(output)
-    if output.is_symlink():
-        raise ValueError(f"{output} is a symbolic link to {output.resolve()}. Name the folder itself.")
-    real = output.resolve()
-    if source is not None:
-        origin = Path(source).resolve()
-        if real == origin:
-            raise ValueError(f"{output} is the source itself, which is never written to. Choose another output.")
-        if origin in real.parents:
-            raise ValueError(f"{output} lies inside the source {source}. Choose an output outside of it.")
-        if real in origin.parents:
-            raise ValueError(f"the source {source} lies inside the output {output}. Choose another output.")
-    if real.exists() and not real.is_dir():
-        raise ValueError(f"{output} is a file, and a folder is needed. Choose another output.")
-    foreign = sorted(os.fsencode(path.name) for path in real.iterdir()) if real.exists() else []
-    foreign = [name for name in foreign if os.fsdecode(name) not in set(own)]
-    if foreign and not force:
-        name = foreign[0].decode("utf-8", "backslashreplace")
-        done = "; it is a finished checkpoint already" if {CHECKSUMS.encode(), b"config.json"} <= {*foreign} else ""
-        what = f"{output} holds {len(foreign)} other files (such as {name}){done}"
-        raise ValueError(f"{what}. Choose an empty or new folder.")
-    place = real
-    while not place.exists():
-        place = place.parent
-    probe = place / f".{secrets.token_hex(4)}{PARTIAL}"
-    try:
-        probe.touch(exist_ok=False)
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{output} cannot be written to: {error.strerror}. Choose another output.") from error
-    free = shutil.disk_usage(place).free
-    if free < needed_bytes:
-        raise OSError(
-            f"{output}: {needed_bytes / 1e9:.2f} GB will be written, and {free / 1e9:.2f} GB are free on that file "
-            "system. Make room, or choose another output."
-        )
-    return real

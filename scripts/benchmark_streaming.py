@@ -30,7 +30,8 @@ import torch
 import transformers
 
 from hf_mxfp4 import FP4Config
-from hf_mxfp4.checkpoint_writer import ShardWriter, TensorSpec, plan_shards, sha256, total_size, write_index
+from hf_mxfp4.checkpoint_writer import ShardWriter, TensorSpec, plan_shards, total_size, write_index
+from hf_mxfp4.output_files import sha256
 from hf_mxfp4.streaming import quantize_checkpoint
 
 RESULTS = Path(__file__).parent / "results"

@@ -16,20 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from hf_mxfp4 import checkpoint_writer
+from hf_mxfp4 import checkpoint_writer, output_files
 from hf_mxfp4.checkpoint_files import INDEX, read_header
 from hf_mxfp4.checkpoint_writer import (
     DTYPES,
     Shard,
     ShardWriter,
     TensorSpec,
-    check_output,
     plan_shards,
     size_in_bytes,
     total_size,
-    write_checksums,
     write_index,
 )
+from hf_mxfp4.output_files import check_output, write_checksums
 
 SHAPES = {"a": (3, 5), "é": (), "empty": (0, 4), 'quote"\n\x01\x7f\\': (2,), "z.last": (1, 2, 3)}
 
@@ -202,7 +201,7 @@ def test_checksums_are_what_sha256sum_checks(tmp_path):
         (folder / name).write_text(name)
     odd = os.fsdecode(b"caf\xe9.txt")  # not UTF-8
     (folder / odd).write_text("latin")
-    write_checksums(folder, {"b.json": checkpoint_writer.sha256(folder / "b.json")})
+    write_checksums(folder, {"b.json": output_files.sha256(folder / "b.json")})
     write_checksums(folder)  # its own file is not in it
     assert len((folder / "checksums.sha256").read_bytes().splitlines()) == 4
     check = ["sha256sum", "--check", "--strict", "checksums.sha256"]
@@ -251,7 +250,7 @@ def test_folders_that_are_refused(tmp_path):
 
 def test_space_is_checked_before(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", lambda path: usage(10**12, 0, 3 * 10**9))
+    monkeypatch.setattr(output_files.shutil, "disk_usage", lambda path: usage(10**12, 0, 3 * 10**9))
     with pytest.raises(OSError, match="4.00 GB will be written, and 3.00 GB are free"):
         check_output(None, tmp_path / "new", 4 * 10**9)
     check_output(None, tmp_path / "new", 3 * 10**9)

@@ -25,7 +25,8 @@ OPTIMUM = ROOT / "integrations/optimum_commands"  # installed into a folder of o
 ORDER = (
     *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "activations"),
     *("kernels", "operands", "dispatch", "ops", "experts_ops", "quantization", "packed", "modules"),
-    *("checkpoint_files", "checkpoint_writer", "checkpoints", "layouts", "recipe", "config", "packing", "fusion"),
+    *("checkpoint_files", "output_files", "checkpoint_writer", "checkpoints", "layouts", "recipe", "config"),
+    *("packing", "fusion"),
     *("conversion", "calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs"),
     *("calibration", "whole_model", "stored", "foreign", "quantizer", "loading", "analysis", "export", "inspection"),
     *("verification", "evaluation", "tuner", "doctor", "streaming", "hub", "cli", "plugins"),

@@ -15,9 +15,9 @@ from test_bad_input import edited, poke, put
 from tiny_models import assert_same_tensors, auto_class, case, source
 
 from hf_mxfp4 import FP4Config, verification
-from hf_mxfp4.checkpoint_writer import CHECKSUMS, write_checksums
 from hf_mxfp4.export import CannotExport, export_checkpoint
 from hf_mxfp4.formats import NVFP4, QuantizedTensor
+from hf_mxfp4.output_files import CHECKSUMS, write_checksums
 from hf_mxfp4.reference import dequantize
 from hf_mxfp4.verification import LARGEST_ERROR, verify_checkpoint
 

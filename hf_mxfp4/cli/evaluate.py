@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import __version__
 from hf_mxfp4.checkpoint_files import quantization_of, read_checkpoint, read_json
-from hf_mxfp4.checkpoint_writer import write_file
 from hf_mxfp4.cli.common import (
     MODEL_FILES,
     Json,
@@ -37,6 +36,7 @@ from hf_mxfp4.cli.common import (
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.evaluation import score, spread_windows, summary
 from hf_mxfp4.loading import load
+from hf_mxfp4.output_files import write_file
 
 LONGEST = 2048  # tokens of a window, if the model takes as many
 DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -15,7 +15,6 @@ import typer
 from transformers import AutoConfig
 
 from hf_mxfp4.checkpoint_files import read_checkpoint
-from hf_mxfp4.checkpoint_writer import PARTIAL, check_output, write_checksums
 from hf_mxfp4.cli import recipe
 from hf_mxfp4.cli.common import (
     MODEL_FILES,
@@ -33,8 +32,9 @@ from hf_mxfp4.cli.common import (
 from hf_mxfp4.cli.errors import Command
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.inspection import inspect_checkpoint
+from hf_mxfp4.output_files import PARTIAL, check_output, copy_others, write_checksums
 from hf_mxfp4.streaming import Progress, quantize_checkpoint
-from hf_mxfp4.streaming.run import Job, Run, copy_others, read_source
+from hf_mxfp4.streaming.run import MADE_ANEW, Job, Run, read_source
 from hf_mxfp4.streaming.skeleton import model_class
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -142,7 +142,7 @@ def _whole(
             place = None if device == "cpu" else device
             model = cls.from_pretrained(folder, quantization_config=config, dtype=dtype, device_map=place)
             model.save_pretrained(temporary, max_shard_size=max_shard_size)
-        copy_others(folder, temporary)
+        copy_others(folder, temporary, MADE_ANEW)
         write_checksums(temporary)
         os.replace(temporary, output)
     finally:

@@ -21,17 +21,14 @@ from hf_mxfp4.checkpoint_writer import (
     Shard,
     ShardWriter,
     TensorSpec,
-    check_output,
     plan_shards,
     size_in_bytes,
     total_size,
-    write_checksums,
-    write_file,
     write_index,
 )
 from hf_mxfp4.checkpoints import FULL_PRECISION, HF_MXFP4_KEY, compressed_tensors_config
 from hf_mxfp4.export import configs
-from hf_mxfp4.export.output import HF_QUANT_CONFIG, beside, copy_others, remove_leftovers
+from hf_mxfp4.export.output import HF_QUANT_CONFIG, beside, remove_leftovers
 from hf_mxfp4.export.units import (
     MANY,
     CannotExport,
@@ -46,6 +43,7 @@ from hf_mxfp4.export.units import (
 )
 from hf_mxfp4.formats import MXFP4, NVFP4
 from hf_mxfp4.layouts import Contents, read
+from hf_mxfp4.output_files import check_output, copy_others, write_checksums, write_file
 
 __all__ = ["TARGETS", "CannotExport", "Summary", "export_checkpoint"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_mxfp4.checkpoint_writer import CHECKSUMS, PARTIAL, sync_folder
+from hf_mxfp4.output_files import PARTIAL, sync_folder
 
 try:
     import fcntl
@@ -19,13 +19,6 @@ except ImportError:  # Windows
     fcntl = None
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
-# Of a source's files, those that belong to its weights or tell of them.
-_NOT_COPIED = ("config.json", HF_QUANT_CONFIG, CHECKSUMS, "README.md", "evaluation.json", "error.json", "recipe.yaml")
-_NOT_COPIED_ENDINGS = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"),
-    *(".index.json", ".png"),
-)
-_TEMPLATES = "additional_chat_templates"  # the one folder that tokenizers have
 
 
 @contextmanager
@@ -100,21 +93,3 @@ def _locked(place: Path) -> int | None:
         os.close(handle)
         return None
     return handle
-
-
-def copy_others(source: Path, place: Path) -> None:
-    """Tokenizer, generation config, chat template, licence, code of the model: what is no weight and no report."""
-    for path in sorted(source.iterdir()):
-        name = path.name
-        left_out = name.startswith(".") or name in _NOT_COPIED or name.lower().endswith(_NOT_COPIED_ENDINGS)
-        if path.is_file() and not left_out:
-            _copy(path, place / name)
-        elif path.is_dir() and name == _TEMPLATES:
-            shutil.copytree(path, place / name, copy_function=_copy)
-
-
-def _copy(path: str | Path, to: str | Path) -> None:
-    """A file's content, on the disk."""
-    shutil.copyfile(path, to)
-    with open(to, "r+b") as file:
-        os.fsync(file.fileno())

@@ -15,12 +15,12 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_mxfp4.checkpoint_files import Checkpoint, read_checkpoint, read_json
-from hf_mxfp4.checkpoint_writer import write_file
 from hf_mxfp4.hub import errors
 from hf_mxfp4.hub.card_rows import config_code, evaluation_part, limits, model_part, recipe_rows, size_rows
 from hf_mxfp4.hub.card_use import task_of, usage
 from hf_mxfp4.hub.markdown import code, command_line, comment, fenced, one_line, plain
 from hf_mxfp4.inspection import inspect_checkpoint
+from hf_mxfp4.output_files import write_file
 from hf_mxfp4.verification import verify_checkpoint
 
 README = "README.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.checkpoint_files import read_json, weight_files
-from hf_mxfp4.checkpoint_writer import write_file
+from hf_mxfp4.output_files import write_file
 
 ERRORS = "error.json"
 FIGURE = "error.png"

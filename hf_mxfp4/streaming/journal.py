@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_mxfp4.checkpoint_files import read_json
-from hf_mxfp4.checkpoint_writer import PARTIAL, sync_folder, write_file
+from hf_mxfp4.output_files import PARTIAL, sync_folder, write_file
 
 JOURNAL = ".hf_mxfp4"
 FINISHED = ".hf_mxfp4.finished"  # the journal's name while it is being removed

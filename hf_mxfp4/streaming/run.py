@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,17 +18,17 @@ import transformers
 
 from hf_mxfp4 import __version__
 from hf_mxfp4.checkpoint_files import Checkpoint, read_checkpoint
-from hf_mxfp4.checkpoint_writer import (
+from hf_mxfp4.checkpoint_writer import total_size, write_index
+from hf_mxfp4.config import FP4Config
+from hf_mxfp4.output_files import (
     PARTIAL,
     check_output,
+    copy_others,
+    other_files,
     sha256,
-    sync_folder,
-    total_size,
     write_checksums,
     write_file,
-    write_index,
 )
-from hf_mxfp4.config import FP4Config
 from hf_mxfp4.streaming import processes
 from hf_mxfp4.streaming.journal import FINISHED, JOURNAL, Done, Journal
 from hf_mxfp4.streaming.plan import StreamPlan, make_plan
@@ -41,9 +39,7 @@ from hf_mxfp4.streaming.work import Worker
 
 POLL = 0.5  # seconds between two looks at what other processes have done
 HEADROOM = 1 << 24  # bytes beside tensors: headers, index, tokenizer
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz", ".pkl")
-_MADE_ANEW = ("config.json", "generation_config.json", "README.md", "checksums.sha256")
-_FOLDERS = ("additional_chat_templates",)  # of a processor
+MADE_ANEW = ("generation_config.json",)  # by save_pretrained; see `output_files.other_files`
 
 
 class Summary(NamedTuple):
@@ -188,7 +184,7 @@ class Run:
         if self.journal.is_complete(manifest):
             return False
         needed = sum(shard.nbytes for shard in self.plan.shards) + HEADROOM
-        needed += sum(path.stat().st_size for path in other_files(self.checkpoint.folder))
+        needed += sum(path.stat().st_size for path in other_files(self.checkpoint.folder, MADE_ANEW))
         begun = self.journal.exists
         if begun:
             self.resume(manifest)
@@ -301,7 +297,7 @@ class Run:
     def _write_others(self) -> None:
         for path in self.output.glob(f".*{PARTIAL}"):
             path.unlink(missing_ok=True)
-        copy_others(self.checkpoint.folder, self.output)
+        copy_others(self.checkpoint.folder, self.output, MADE_ANEW)
         shards, model = self.plan.shards, self.skeleton.model
         write_index(self.output, shards, model.num_parameters(), total_size(self.plan.tensors))
         with tempfile.TemporaryDirectory() as folder:
@@ -329,31 +325,6 @@ class Run:
             tuple(self.skeleton.ignored),
             before,
         )
-
-
-def copy_others(source: Path, output: Path) -> None:
-    """Copy what is neither weights nor written by `save_pretrained`: tokenizer, chat template, licence."""
-    for path in other_files(source):
-        target = output / path.relative_to(source)
-        target.parent.mkdir(exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
-        try:
-            shutil.copyfile(path, temporary)
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_folder(target.parent)
-
-
-def other_files(source: Path) -> list[Path]:
-    """What is copied."""
-    found = [path for path in source.iterdir() if path.name not in _MADE_ANEW]
-    found += [path for name in _FOLDERS if (source / name).is_dir() for path in (source / name).iterdir()]
-    unwanted = (".index.json", *_WEIGHTS)
-    return sorted(p for p in found if p.is_file() and not p.name.startswith(".") and not p.name.endswith(unwanted))
 
 
 def _readable(value: Any) -> Any:

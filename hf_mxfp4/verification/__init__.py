@@ -24,10 +24,10 @@ from hf_mxfp4.checkpoint_files import (
     read_headers,
     weight_files,
 )
-from hf_mxfp4.checkpoint_writer import CHECKSUMS, sha256
 from hf_mxfp4.checkpoints import FULL_PRECISION, check_scales
 from hf_mxfp4.inspection import FULL_PRECISION as FULL
 from hf_mxfp4.layouts import Contents, PackedMatrix, PackedTensors
+from hf_mxfp4.output_files import CHECKSUMS, sha256
 from hf_mxfp4.packed import dense_copy
 from hf_mxfp4.verification.source import dense_shape, originals
 
