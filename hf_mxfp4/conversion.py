@@ -207,10 +207,9 @@ class QuantizeOnLoad(ConversionOps):
         if not all(member in self.waiting for member in group):
             return
         weights = [self.waiting.pop(member) for member in group]
-        joined = self.plan.linears[path].quantize(
-            weights[0] if len(group) == 1 else torch.cat(weights), matrix_name(group)
-        )
-        for member, module in packed_linears(model, group, joined, self.config).items():
+        recipe = self.plan.linears[path]
+        joined = recipe.quantize(weights[0] if len(group) == 1 else torch.cat(weights), matrix_name(group))
+        for member, module in packed_linears(model, group, joined, recipe, self.config).items():
             place(model, member, module)
 
     def _pack_experts(self, model: nn.Module, path: str, leaf: str, tensor: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ def load(path_or_repo: str | Path, *, auto_class=None, subfolder: str = "", **kw
         if kwargs.get(name) is not None:
             raise ValueError(f"load() does not take {name}: it reads names and sizes from the checkpoint itself.")
         kwargs.pop(name, None)
-    folder = _local(path_or_repo, subfolder, {name: kwargs.pop(name) for name in _HUB if name in kwargs})
+    folder = local_folder(path_or_repo, subfolder, {name: kwargs.pop(name) for name in _HUB if name in kwargs})
     checkpoint = read_checkpoint(folder)
     if checkpoint.quantization is None:
         raise ValueError(
@@ -76,7 +76,7 @@ def load(path_or_repo: str | Path, *, auto_class=None, subfolder: str = "", **kw
     return model
 
 
-def _local(path_or_repo: str | Path, subfolder: str, hub: dict[str, Any]) -> Path:
+def local_folder(path_or_repo: str | Path, subfolder: str, hub: dict[str, Any]) -> Path:
     """The folder of a checkpoint, downloaded if it is none of this machine.
 
     Of the weights, only files that transformers loads: repositories may hold the same again in other files

@@ -15,6 +15,7 @@ from hf_mxfp4.blocks import row_chunks
 from hf_mxfp4.formats import MACRO_BLOCK, BlockFormat, Outliers, QuantizedTensor
 from hf_mxfp4.outliers import column_dtype
 from hf_mxfp4.quantization import fake_quantize
+from hf_mxfp4.recipe import Recipe
 from hf_mxfp4.reference import byte_pairs, scatter_outliers
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
@@ -29,12 +30,19 @@ class PackedModule(nn.Module):
     With macro-blocks there is `{prefix}_macro_scale` uint8 `[..., N, ceil(K/128)]`, with outliers
     `{prefix}_outlier_values`, `_columns`, `_offsets` (`formats.Outliers`). A module may also have `pre_quant_scale`
     `[K]` and `hadamard` `[g, g]`, each in its own floating dtype (`transform_input`).
+
+    Attributes:
+        recipe (`Recipe`, *optional*): the rule it was quantized by, for what quantizes it anew; `None` where that is
+            not known.
+        path (`str`, *optional*): its name in the model it was made for, for messages.
     """
 
     format: BlockFormat
     dtype: torch.dtype
     compute_dtype: torch.dtype | None
     activation_format: str | None
+    recipe: Recipe | None = None
+    path: str | None = None
 
     def _register_packed(
         self,
@@ -201,6 +209,13 @@ class PackedModule(nn.Module):
             buffers[name] = moved.view(buffer.dtype)
         self.prepare()
         return self
+
+    def _replicate_for_data_parallel(self):
+        raise ValueError(
+            "nn.DataParallel copies a model to every GPU in each forward, the packed weights too. Start one process a "
+            "GPU in its place: `accelerate launch script.py` or `torchrun --nproc-per-node N script.py`; or show this "
+            "one a single GPU by CUDA_VISIBLE_DEVICES."
+        )
 
     def __getstate__(self):
         # torch (2.13) cannot unpickle float8 and uint16 tensors outside torch.save.

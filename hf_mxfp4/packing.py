@@ -14,6 +14,7 @@ from torch import nn
 from hf_mxfp4.config import FP4Config
 from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.modules import FP4Experts, FP4Linear
+from hf_mxfp4.packed import PackedModule
 from hf_mxfp4.recipe import Recipe
 
 
@@ -68,27 +69,37 @@ def empty_linear(dense: nn.Linear, recipe: Recipe, config: FP4Config) -> FP4Line
         outliers=config.outlier_fallback > 0,
         **config.module_options,
     )
-    module.bias = dense.bias
+    module.bias, module.recipe = dense.bias, _known(recipe, config)
     return module
 
 
+def _known(recipe: Recipe, config: FP4Config) -> Recipe | None:
+    """The recipe, unless another tool quantized by one of its own."""
+    return recipe if config.origin is None else None
+
+
 def packed_linears(
-    model: nn.Module, members: tuple[str, ...], joined: QuantizedTensor, config: FP4Config
+    model: nn.Module, members: tuple[str, ...], joined: QuantizedTensor, recipe: Recipe, config: FP4Config
 ) -> dict[str, FP4Linear]:
     """Packed linears by name; `joined` `[sum of N, K]` holds their weights one below the other."""
     linears = [model.get_submodule(member) for member in members]
     parts = [joined] if len(linears) == 1 else joined.split([linear.out_features for linear in linears])
     options = config.module_options
-    return {
+    packed = {
         member: FP4Linear.from_quantized(part, linear.bias, dtype=linear.weight.dtype, **options)
         for member, part, linear in zip(members, parts, linears, strict=True)
     }
+    for module in packed.values():
+        module.recipe = _known(recipe, config)
+    return packed
 
 
 def empty_experts(dense: nn.Module, recipe: Recipe, config: FP4Config) -> FP4Experts:
     """An `FP4Experts` with empty buffers, as the recipe wants them, that takes over the biases of dense ones."""
     parts = {"macro_block": recipe.macro_block is not None, "outliers": config.outlier_fallback > 0}
-    return FP4Experts.from_experts(dense, recipe.format, **parts, **config.module_options)
+    module = FP4Experts.from_experts(dense, recipe.format, **parts, **config.module_options)
+    module.recipe = _known(recipe, config)
+    return module
 
 
 def replace_with_empty(model: nn.Module, plan: Plan, config: FP4Config) -> None:
@@ -104,6 +115,8 @@ def place(model: nn.Module, name: str, module: nn.Module) -> None:
     module._is_hf_initialized = True  # transformers must not initialize it
     old = model.get_submodule(name)
     module.train(old.training)
+    if isinstance(module, PackedModule):
+        module.path = name
     if hasattr(old, "_hf_hook"):  # several devices: activations must still be moved to this one's
         add_hook_to_module(module, old._hf_hook)
     model.set_submodule(name, module)
@@ -144,7 +157,7 @@ def dequantize_model(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         else:
             continue
         place(model, path, dense)
-    for attribute in ("_weight_conversions", "num_parameters"):
+    for attribute in ("_weight_conversions", "num_parameters", "_ddp_params_and_buffers_to_ignore"):
         model.__dict__.pop(attribute, None)
     return model
 
@@ -168,3 +181,20 @@ class ParameterCounter:
             if name.endswith("_packed")
         ]
         return total + sum(packed)
+
+
+class PackedBufferNames:
+    """Names of a model's packed tensors as they are when asked for: what DistributedDataParallel is not to broadcast.
+
+    It would send the whole base in each forward, and gloo cannot send float8. DDP reads
+    `_ddp_params_and_buffers_to_ignore` of what it wraps: the model, or a PeftModel that passes the question on.
+    """
+
+    def __init__(self, model):
+        self.model = model
+
+    def __iter__(self) -> Iterator[str]:
+        for path, module in self.model.named_modules():
+            if isinstance(module, (FP4Linear, FP4Experts)):
+                for name, _ in module.named_buffers(path, recurse=False):
+                    yield from (name, f"base_model.model.{name}")

@@ -32,6 +32,7 @@ def quantize(
     name: str = "weight",
     macro_block: str | None = None,
     keep: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> QuantizedTensor:
     """`reference.quantize`, which describes all other arguments, with a kernel for what takes long.
@@ -54,9 +55,11 @@ def quantize(
         and _sound(weight, fmt, channel_weights, macro_block, keep)
         and dispatch.use_kernels(weight.device, weight.dtype, backend)
         and torch.linalg.vector_norm(weight, math.inf).isfinite()
+        and (tensor_scale is None or _are_powers_of_two(tensor_scale, fmt, weight))
     ):
-        return _search(weight, fmt, channel_weights, macro_block, keep)
-    return reference.quantize(weight, format, scale_rule, options, channel_weights, name, macro_block, keep)
+        return _search(weight, fmt, channel_weights, macro_block, keep, tensor_scale)
+    corrections = (macro_block, keep, tensor_scale)
+    return reference.quantize(weight, format, scale_rule, options, channel_weights, name, *corrections)
 
 
 def _sound(weight, fmt: BlockFormat | None, channel_weights, macro_block, keep) -> bool:
@@ -72,13 +75,21 @@ def _sound(weight, fmt: BlockFormat | None, channel_weights, macro_block, keep) 
     )
 
 
-def _search(weight, fmt: BlockFormat, channel_weights, macro_block, keep) -> QuantizedTensor:
+def _are_powers_of_two(tensor_scale: torch.Tensor, fmt: BlockFormat, weight: torch.Tensor) -> bool:
+    """Whether given tensor scales are what the kernel takes, one for each matrix."""
+    sound = tensor_scale.dtype == torch.float32 and tensor_scale.numel() == math.prod(weight.shape[:-2])
+    return fmt.has_global_scale and sound and bool((torch.frexp(tensor_scale)[0] == 0.5).all())
+
+
+def _search(weight, fmt: BlockFormat, channel_weights, macro_block, keep, tensor_scale) -> QuantizedTensor:
     from hf_mxfp4.kernels import quantize as kernel
 
     lead, n = weight.shape[:-1], weight.shape[-2] if weight.ndim > 1 else 1
     matrices = (weight if keep is None else weight.masked_fill(keep, 0)).reshape(-1, n, weight.shape[-1])
     global_scale = None
-    if fmt.has_global_scale:
+    if tensor_scale is not None:
+        global_scale = tensor_scale.reshape(-1)
+    elif fmt.has_global_scale:
         global_scale = _global_scale(torch.linalg.vector_norm(matrices, math.inf, (1, 2)).to(torch.float32))
     if channel_weights is not None:
         channel_weights = channel_weights.to(weight.device, torch.float32)

@@ -25,10 +25,12 @@ class Recipe(NamedTuple):
     options: ScaleOptions
     macro_block: str | None = None
 
-    def quantize(self, weight: torch.Tensor, name="weight", channel_weights=None, keep=None) -> QuantizedTensor:
+    def quantize(
+        self, weight: torch.Tensor, name="weight", channel_weights=None, keep=None, tensor_scale=None
+    ) -> QuantizedTensor:
         """Quantize `weight` `[..., K]` by this recipe; see `quantization.quantize`."""
         rule = (self.format, self.scale_rule, self.options)
-        corrections = {"macro_block": self.macro_block, "keep": keep}
+        corrections = {"macro_block": self.macro_block, "keep": keep, "tensor_scale": tensor_scale}
         return quantization.quantize(weight, *rule, channel_weights, name, **corrections)
 
     def macro_factors(self, weight: torch.Tensor) -> torch.Tensor | None:

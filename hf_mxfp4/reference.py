@@ -99,6 +99,7 @@ def quantize(
     name: str = "weight",
     macro_block: str | None = None,
     keep: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Quantize a weight, or a stack of them.
 
@@ -113,6 +114,8 @@ def quantize(
         macro_block (`str`, *optional*): for MXFP4, `"static"` or `"search"` (with `scale_rule="soar"`): a further
             factor for each 128 weights.
         keep (`torch.Tensor`, *optional*): bool `[..., K]`; these weights are kept as they are, as outliers.
+        tensor_scale (`torch.Tensor`, *optional*): float32, one for each matrix, for formats that have one: taken as it
+            is, where the rule would choose. Blocks beyond 6 * 448 times it saturate.
 
     Returns:
         `QuantizedTensor` with `packed` `[..., K/2]`, `scale` `[..., K/B]`, `global_scale` `[...]` less the last two
@@ -130,13 +133,14 @@ def quantize(
     if scale_rule not in usable:
         raise ValueError(f"scale_rule={scale_rule!r}; allowed for {fmt.name}: {', '.join(usable)}.")
     check_macro_block(macro_block, fmt, scale_rule)
+    given = _given_scales(tensor_scale, fmt, weight, name)
     stack = weight.shape[:-2]
     matrices = weight.reshape(math.prod(stack), *weight.shape[-2:]) if weight.ndim >= 2 else weight.reshape(1, 1, -1)
     masks = [None] * len(matrices) if keep is None else keep.reshape(matrices.shape)
     packed, scale, global_scale, macro = [], [], [], []
-    for matrix, mask in zip(matrices, masks, strict=True):
+    for matrix, mask, own in zip(matrices, masks, given, strict=True):
         matrix = matrix if mask is None else matrix.masked_fill(mask, 0)
-        scales, factor = _choose_scales(matrix, fmt, usable[scale_rule], options, channel_weights, macro_block)
+        scales, factor = _choose_scales(matrix, fmt, usable[scale_rule], options, channel_weights, macro_block, own)
         packed.append(encode(matrix, scales, fmt, factor))
         scale.append(scales.scale.view(torch.uint8))
         global_scale.append(scales.global_scale)
@@ -173,8 +177,23 @@ def check_macro_block(macro_block: str | None, fmt: BlockFormat, scale_rule: str
         )
 
 
-def _choose_scales(matrix, fmt, rule, options, channel_weights, macro_block) -> tuple[Scales, torch.Tensor | None]:
-    """Scales of a matrix `[N, K]`, and its macro factors uint8 `[N, ceil(K/128)]` or `None`."""
+def _given_scales(tensor_scale, fmt, weight, name) -> list[torch.Tensor | None]:
+    """The tensor scale to keep to of each matrix of `weight`, or `None` for each."""
+    matrices = math.prod(weight.shape[:-2])
+    if tensor_scale is None:
+        return [None] * matrices
+    if not fmt.has_global_scale or tensor_scale.numel() != matrices or tensor_scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: tensor_scale is {tensor_scale.dtype} {list(tensor_scale.shape)}; allowed for {fmt.name}: "
+            + (f"float32, one for each of {matrices} matrices." if fmt.has_global_scale else "none, it has no such.")
+        )
+    return list(tensor_scale.reshape(-1))
+
+
+def _choose_scales(matrix, fmt, rule, options, channel_weights, macro_block, tensor_scale=None):
+    """`Scales` of a matrix `[N, K]`, and its macro factors uint8 `[N, ceil(K/128)]` or `None`."""
+    if tensor_scale is not None:
+        return rule(matrix, fmt, options, channel_weights, tensor_scale), None
     if macro_block is None:
         return rule(matrix, fmt, options, channel_weights), None
     if macro_block == "search":

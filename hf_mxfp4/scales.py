@@ -46,7 +46,10 @@ class Scales(NamedTuple):
 
 
 class ScaleRule(NamedTuple):
-    """A row of `SCALE_RULES`: `function(weight [N, K], format, options, channel_weights [K] | None) -> Scales`."""
+    """A row of `SCALE_RULES`: `function(weight [N, K], format, options, channel_weights [K] | None) -> Scales`.
+
+    Rules of formats with a tensor scale take one more argument: a tensor scale float32 `[]` to keep to.
+    """
 
     function: Callable[..., Scales]
     formats: tuple[str, ...]
@@ -93,12 +96,12 @@ def finish(byte: torch.Tensor, amax: torch.Tensor, fmt: BlockFormat, global_scal
     return Scales(fmt.scale_from_bytes(byte), global_scale)
 
 
-def amax_rule(weight, fmt, options=ScaleOptions(), channel_weights=None) -> Scales:
+def amax_rule(weight, fmt, options=ScaleOptions(), channel_weights=None, tensor_scale=None) -> Scales:
     """Put each block's maximum at the top of the grid. MXFP4: 2^(floor(log2 amax) - 2). NVFP4: E4M3(amax / 6 / g)."""
     amax = block_amax(weight, fmt.block_size)
     if not fmt.has_global_scale:
         return finish(floor_log2(amax) + 127 - 2, amax, fmt)
-    global_scale = _amax_global_scale(amax, E4M3_MAX)
+    global_scale = _amax_global_scale(amax, E4M3_MAX) if tensor_scale is None else tensor_scale
     return finish(e4m3_bytes(divide(amax, E2M1_MAX) / global_scale), amax, fmt, global_scale)
 
 
@@ -120,10 +123,10 @@ def overflow_aware_rule(weight, fmt, options=ScaleOptions(), channel_weights=Non
     return _power_of_two_rule(weight, fmt, 1.75)
 
 
-def four_over_six_rule(weight, fmt, options=ScaleOptions(), channel_weights=None) -> Scales:
+def four_over_six_rule(weight, fmt, options=ScaleOptions(), channel_weights=None, tensor_scale=None) -> Scales:
     """g = amax / (6 * 256); per block the better, by squared error, of putting its maximum on 6 or on 4."""
     amax = block_amax(weight, fmt.block_size)
-    global_scale = _amax_global_scale(amax, 256.0)
+    global_scale = _amax_global_scale(amax, 256.0) if tensor_scale is None else tensor_scale
     six, four = (e4m3_bytes(divide(amax, top) / global_scale) for top in (6.0, 4.0))
     byte = torch.empty_like(six)
     for rows in row_chunks(weight):
@@ -137,7 +140,11 @@ def four_over_six_rule(weight, fmt, options=ScaleOptions(), channel_weights=None
 
 
 def soar_rounds(
-    weight: torch.Tensor, fmt: BlockFormat, options: ScaleOptions, channel_weights: torch.Tensor | None = None
+    weight: torch.Tensor,
+    fmt: BlockFormat,
+    options: ScaleOptions,
+    channel_weights: torch.Tensor | None = None,
+    tensor_scale: torch.Tensor | None = None,
 ) -> Iterator[tuple[Scales, float]]:
     """The rounds of SOAR as `(scales, squared error)`; the error never rises.
 
@@ -145,11 +152,13 @@ def soar_rounds(
     scale to its closed-form optimum for the codes found. With the tensor scale fixed a full search is optimal at once.
     """
     local = options.search != "full"
-    free = fmt.has_global_scale and options.global_scale == "free"
+    free = fmt.has_global_scale and options.global_scale == "free" and tensor_scale is None
     start = amax_rule(weight, fmt) if local or free else None
     amax = block_amax(weight, fmt.block_size)
     if not fmt.has_global_scale:
         global_scale = None
+    elif tensor_scale is not None:
+        global_scale = tensor_scale
     elif free:
         global_scale = start.global_scale
     else:
@@ -187,14 +196,14 @@ def soar_rounds(
             global_scale = reciprocal_stable(global_scale * (numerator / denominator))
 
 
-def soar_rule(weight, fmt, options=ScaleOptions(), channel_weights=None) -> Scales:
+def soar_rule(weight, fmt, options=ScaleOptions(), channel_weights=None, tensor_scale=None) -> Scales:
     """Scales of least (weighted) squared error: joint closed form for the tensor scale, search for the block scales.
 
     With `search="full"` each block's scale is the global optimum for the tensor scale chosen: for a given decoding
     scale, nearest rounding is the best choice of codes, so searching the representable scales is exhaustive.
     """
     scales = None
-    for scales, _ in soar_rounds(weight, fmt, options, channel_weights):  # noqa: B007 - the last round is the best
+    for scales, _ in soar_rounds(weight, fmt, options, channel_weights, tensor_scale):  # noqa: B007 - the last round is the best
         pass
     return scales
 

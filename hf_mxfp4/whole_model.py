@@ -104,7 +104,7 @@ class Packer:
         recipe, weight = self.plan.linears[names[0]], self._joined(names)
         name = packing.matrix_name(names)
         joined = self._quantize(weight, recipe, name, hessian, self._keep(weight, recipe))
-        modules = packing.packed_linears(self.model, names, joined, self.config)
+        modules = packing.packed_linears(self.model, names, joined, recipe, self.config)
         return {
             f"{name}.{leaf}": buffer for name, module in modules.items() for leaf, buffer in module.named_buffers()
         }

@@ -24,8 +24,8 @@ OPTIMUM = ROOT / "integrations/optimum_commands"  # installed into a folder of o
 # A file imports only what stands to its left. A new file of hf_mxfp4/ takes its place here.
 ORDER = (
     *("formats", "blocks", "scales", "macro_block", "outliers", "reference", "error_feedback", "activations"),
-    *("kernels", "operands", "dispatch", "ops", "experts_ops", "quantization", "packed", "modules"),
-    *("checkpoint_files", "output_files", "checkpoint_writer", "checkpoints", "layouts", "recipe", "config"),
+    *("kernels", "operands", "dispatch", "ops", "experts_ops", "quantization", "recipe", "packed", "modules"),
+    *("checkpoint_files", "output_files", "checkpoint_writer", "checkpoints", "layouts", "config"),
     *("packing", "fusion"),
     *("conversion", "calibration_files", "calibration_tokens", "calibration_chain", "calibration_inputs"),
     *("calibration", "whole_model", "stored", "foreign", "quantizer", "loading", "analysis", "export", "inspection"),
