@@ -83,6 +83,28 @@ class Activation(NamedTuple):
         return torch.cat((grad_gate, grad_up), -1)
 
 
+class _Between(torch.autograd.Function):
+    """An activation in float32 that keeps nothing for its gradient but its input."""
+
+    @staticmethod
+    def forward(ctx, x, activation, gated):
+        ctx.save_for_backward(x)
+        ctx.arguments = activation, gated
+        return activation.forward(x.to(torch.promote_types(x.dtype, torch.float32)), gated).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,), (activation, gated) = ctx.saved_tensors, ctx.arguments
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return activation.backward(grad.to(wide), x.to(wide), gated).to(x.dtype), None, None
+
+
+def between(x: torch.Tensor, activation: Activation, gated: bool) -> torch.Tensor:
+    """`activation` of a first projection's output `[..., 2I]`, or `[..., I]` without a gate, as the operator
+    `hf_mxfp4::experts` computes it: in float32, rounded to x's dtype."""
+    return _Between.apply(x, activation, gated)
+
+
 # --- recognition -----------------------------------------------------------------------------------------------------
 
 # Functions and exact types by their full name: a module that uses them has imported them, we need not.

@@ -6,17 +6,18 @@ Their buffers are `packed.PackedModule`'s, whose `*_global_scale` **divides**; `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from hf_mxfp4 import experts_ops, ops
-from hf_mxfp4.activations import Activation, recognise
+from hf_mxfp4.activations import Activation, between, recognise
 from hf_mxfp4.formats import NVFP4, BlockFormat, QuantizedTensor
 from hf_mxfp4.packed import PackedModule
 
 _STEP = 2.0**-20  # of tensor scales, relative; eight steps of float32
+Delta = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # see FP4Experts.forward
 
 
 class FP4Linear(PackedModule, nn.Linear):
@@ -93,6 +94,25 @@ class FP4Linear(PackedModule, nn.Linear):
         """The dequantized weight `[N, K]` in `dtype`, for the input as it comes: a fresh dense copy for code that
         asks (`packed.dense_copy`); `forward` makes none."""
         return self.dense("weight", self.dtype)
+
+    @weight.setter
+    def weight(self, value: torch.Tensor) -> None:
+        own = self.weight
+        if not isinstance(value, torch.Tensor) or value.shape != own.shape or not torch.equal(value.to(own), own):
+            raise ValueError(
+                "an FP4Linear holds no dense weight to assign to. Quantize the new one: FP4Linear.from_quantized("
+                "FP4Config(...).recipe().quantize(weight))."
+            )
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """`weight_packed`, by the name HQQ's layers have: there PEFT asks for the device, ten times a layer, and
+        nothing is decoded. It takes dense weights from `dequantize`."""
+        return self._buffers["weight_packed"]
+
+    def dequantize(self) -> torch.Tensor:
+        """`weight`, for code that asks quantized layers so."""
+        return self.weight
 
     def reset_parameters(self) -> None:
         """Nothing to initialize: packed weights come from a quantizer or a checkpoint."""
@@ -280,7 +300,13 @@ class FP4Experts(PackedModule):
         gate, up = gate_up.chunk(2, dim=-1)
         return self.act_fn(gate) * up
 
-    def _project(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _project(self, name: str, x: torch.Tensor, offsets: torch.Tensor, deltas: Sequence[Delta] = ()):
+        out = self._packed_product(name, x, offsets)
+        for delta in deltas:
+            out = out + delta(x.to(out.dtype), offsets)
+        return out
+
+    def _packed_product(self, name: str, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         if bias is not None:
             bias = bias.to(x.dtype)
@@ -293,7 +319,11 @@ class FP4Experts(PackedModule):
         return torch.cat([out[gate], out[up]], dim=-1)
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        deltas: Mapping[str, Sequence[Delta]] | None = None,
     ) -> torch.Tensor:
         """Route tokens through their experts.
 
@@ -301,6 +331,9 @@ class FP4Experts(PackedModule):
             hidden_states: `[..., H]`.
             top_k_index: int64 `[M, k]`, expert ids; ids >= num_experts (expert-parallel sentinels) contribute nothing.
             top_k_weights: `[M, k]`.
+            deltas: by projection, what adapters add to its product: each a function of rows `[T, K]` sorted by
+                expert, in the product's dtype, and int32 offsets `[E+1]` of the experts, that returns `[T, N]` and
+                nothing but zeros for the rows of no expert.
 
         Returns:
             `[..., H]` in the dtype of `hidden_states`.
@@ -308,8 +341,8 @@ class FP4Experts(PackedModule):
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
-        if self.activation is None or self.activation_format is not None or self.is_uneven(self.first):
-            out = self._by_projection(x, top_k_index, top_k_weights)
+        if deltas or self.activation is None or self.activation_format is not None or self.is_uneven(self.first):
+            out = self._by_projection(x, top_k_index, top_k_weights, deltas or {})
         else:
             (first, first_bias), (down, down_bias) = (
                 (self.packed_weight(name), getattr(self, f"{name}_bias") if self.has_bias else None)
@@ -319,16 +352,20 @@ class FP4Experts(PackedModule):
             out = experts_ops.experts(x, top_k_index, top_k_weights, *weights, self.activation, self.backend)
         return out.to(hidden_states.dtype).view(hidden_states.shape)
 
-    def _by_projection(self, x, top_k_index, top_k_weights) -> torch.Tensor:
-        """Tokens `[M, H]` projection by projection: through a gate that is not fused, inputs rounded to FP4, or uneven
-        halves."""
+    def _by_projection(self, x, top_k_index, top_k_weights, deltas) -> torch.Tensor:
+        """Tokens `[M, H]` projection by projection: through a gate that is not fused, inputs rounded to FP4, uneven
+        halves, or adapters."""
         order, offsets = experts_ops.route(top_k_index, self.num_experts)
         top_k = top_k_index.shape[-1]
-        out = self._project(self.first, x[order // top_k], offsets)
-        out = self._project("down_proj", self._apply_gate(out), offsets)
+        out = self._project(self.first, x[order // top_k], offsets, deltas.get(self.first, ()))
+        out = self._apply_gate(out) if self.activation is None else between(out, self.activation, self.has_gate)
+        out = self._project("down_proj", out, offsets, deltas.get("down_proj", ()))
         out = torch.zeros_like(out).index_copy(0, order, out)  # back in the order of the tokens
-        weights = torch.where(top_k_index < self.num_experts, top_k_weights, 0)
-        return (out.unflatten(0, (x.shape[0], top_k)) * weights[..., None]).sum(1)
+        out, kept = out.unflatten(0, (x.shape[0], top_k)), (top_k_index >= 0) & (top_k_index < self.num_experts)
+        weights = torch.where(kept, top_k_weights, 0)
+        if weights.dtype != out.dtype:
+            return (out * weights[..., None]).sum(1, dtype=torch.promote_types(out.dtype, torch.float32))
+        return torch.bmm(weights[:, None], out)[:, 0]  # summed in float32, with no product of its own to keep
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={shape}" for name, shape in self.shapes.items())
