@@ -89,8 +89,8 @@ class FP4Config(QuantizationConfigMixin):
             `"triton"`, `"torch"`, or `"auto"`: Triton on GPUs, C on CPUs where it was compiled (else torch).
         fuse_projections (`bool`, defaults to `False`):
             Compute q, k and v by one product, and gate and up by another, where no gradient is needed. May be given
-            beside a quantized checkpoint, and is not stored. For adapters on these layers leave it out, or call
-            `hf_mxfp4.unfuse_projections(model)` first.
+            beside a quantized checkpoint, and is not stored. Projections that get an adapter are computed on their own
+            again, and so are their siblings.
         origin (`str`, *optional*):
             Of a model that another tool quantized: the tool, as its checkpoint says (`"modelopt 0.33.0"`); not for
             users to give. `scale_rule` and its options, `modules_to_not_convert` and the calibration then say nothing.

@@ -238,12 +238,12 @@ def fuse_projections(model: nn.Module) -> None:
             Siblings(name, parent, members)
             fused += 1
     if fused:
-        _refuse_adapters()
+        _unfuse_adapted()
     logger.info("hf_mxfp4: %d groups of projections fused; left apart: %s", fused, "; ".join(apart) or "none")
 
 
 def unfuse_projections(model: nn.Module) -> None:
-    """Take back `fuse_projections`, in place: every projection computes its own output again, as adapters need it."""
+    """Take back `fuse_projections`, in place: every projection computes its own output again."""
     for module in list(model.modules()):
         if isinstance(module, FusedLinear):
             module.siblings.undo()
@@ -314,18 +314,16 @@ def _leave(member: FusedLinear) -> None:
 
 
 @functools.cache  # once
-def _refuse_adapters() -> None:
-    """Have torch ask us before a fused member is put into an adapter's layer.
+def _unfuse_adapted() -> None:
+    """Have torch tell us when a fused member is put into an adapter's layer: its group is then unfused.
 
-    PEFT keeps the layer it adapts as `base_layer`, whatever the method.
+    PEFT keeps the layer it adapts as `base_layer`, whatever the method. An adapter may change the output of a member
+    in place, a merge changes its weight, and a gradient is wanted for each alone.
     """
 
-    def refuse(module: nn.Module, name: str, member: nn.Module | None) -> None:
+    def unfuse(module: nn.Module, name: str, member: nn.Module | None) -> None:
         if name == "base_layer" and isinstance(member, FusedLinear):
-            raise ValueError(
-                f"{type(module).__module__}.{type(module).__name__} cannot adapt a projection of "
-                f"{member.siblings.name}, which is computed together with its siblings. Load the model with "
-                "fuse_projections=False, or call hf_mxfp4.unfuse_projections(model) before adding adapters."
-            )
+            logger.info("hf_mxfp4: %s: not fused any more, one of them gets an adapter", member.siblings.name)
+            member.siblings.undo()
 
-    nn.modules.module.register_module_module_registration_hook(refuse)
+    nn.modules.module.register_module_module_registration_hook(unfuse)

@@ -195,6 +195,8 @@ def _differentiable(operator, save: Callable, backward: Callable) -> Callable:
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
             output = operator(*inputs)
+            if output._is_view():  # autograd would refuse changes in place of it, such as adapters make
+                output = torch.ops.aten._unsafe_view(output, output.shape)
         save(ctx, inputs, output)
         return output
 

@@ -771,41 +771,43 @@ def test_compiled_graphs_read_joined_weights_in_place():
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_is_refused():
-    """As PEFT wraps a layer, of whatever method: it becomes `base_layer`."""
+def test_an_adapted_group_is_unfused(caplog):
+    """As PEFT wraps a layer, of whatever method: it becomes `base_layer`. All of its group are then plain again."""
 
     class Adapter(nn.Module):
         def __init__(self, base_layer):
             super().__init__()
             self.base_layer = base_layer
 
-    fused = pair()[1]
-    message = r"Adapter cannot adapt a projection of \(q_proj, k_proj, v_proj\).*fuse_projections=False"
-    with pytest.raises(ValueError, match=message):
-        Adapter(fused.k_proj)
-    Adapter(nn.Linear(2, 2)), Adapter(Plain().q_proj), nn.Sequential(fused.k_proj)
-    unfuse_projections(fused)
-    Adapter(fused.k_proj)
+    caplog.set_level(logging.INFO, "hf_mxfp4.fusion")
+    plain, fused = pair()
+    x = torch.randn(3, K)
+    nn.Sequential(fused.k_proj)
+    assert is_fused(fused) and "not fused any more" not in caplog.text
+    fused.k_proj = Adapter(fused.k_proj)
+    assert not is_fused(fused) and "(q_proj, k_proj, v_proj): not fused any more" in caplog.text
+    fused.k_proj = fused.k_proj.base_layer
+    assert all(near(one, two) for one, two in zip(fused(x), plain(x), strict=True))
+    for member in (fused.q_proj, fused.k_proj, fused.v_proj):
+        assert member.weight_packed.untyped_storage().nbytes() == member.weight_packed.nbytes
+    Adapter(nn.Linear(2, 2)), Adapter(Plain().q_proj)
 
 
-def test_peft_is_refused():
+def test_peft_unfuses_what_it_adapts():
     peft = pytest.importorskip("peft")
     this = case("llama")
-    for targets in ("all-linear", ["q_proj"], ["up_proj", "o_proj"]):
+    for targets, left in (
+        ("all-linear", 0),
+        (["q_proj"], 2),
+        (["up_proj", "o_proj"], 2),
+        (["o_proj", "down_proj"], 4),
+    ):
         config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM")
-        model = this.load(quantization_config=FP4Config(fuse_projections=True))
-        with pytest.raises(ValueError, match="fuse_projections=False, or call hf_mxfp4.unfuse_projections"):
-            peft.get_peft_model(model, config)
-        other = this.load(quantization_config=FP4Config(fuse_projections=True))
-        with pytest.raises(ValueError, match="hf_mxfp4.unfuse_projections"):
-            other.add_adapter(config)
-        unfuse_projections(model)  # of the one that was refused
-        adapted = peft.get_peft_model(model, config)
+        adapted = peft.get_peft_model(this.load(quantization_config=FP4Config(fuse_projections=True)), config)
+        groups = {id(module.siblings) for module in adapted.modules() if isinstance(module, FusedLinear)}
+        assert len(groups) == left and near(outputs(adapted), outputs(this.model))
         adapted(tokens(), labels=tokens()).loss.backward()
         assert all(p.grad is not None for n, p in adapted.named_parameters() if "lora_" in n)
-    config = peft.LoraConfig(target_modules=["o_proj", "down_proj"], task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(this.load(quantization_config=FP4Config(fuse_projections=True)), config)
-    assert is_fused(adapted) and near(outputs(adapted), outputs(this.model))
 
 
 def test_the_group_knows_its_name():
