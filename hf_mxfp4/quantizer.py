@@ -13,6 +13,7 @@ from packaging import version
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
@@ -54,6 +55,17 @@ class FP4HfQuantizer(HfQuantizer):
             raise ImportError(
                 f"transformers {transformers.__version__} is not supported: hf_mxfp4 works with {lowest} up to, not "
                 f'including, {below}. Run `pip install "transformers>={lowest},<{below}"`.'
+            )
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "DeepSpeed ZeRO-3 splits parameters over processes, and packed weights are buffers, which each "
+                "process holds whole. Use ZeRO stage 1 or 2, or DDP."
+            )
+        if is_fsdp_enabled():
+            raise ValueError(
+                "FSDP with cpu_ram_efficient_loading reads weights in one process and cannot hand packed ones to the "
+                "others. Set fsdp_cpu_ram_efficient_loading to false (FSDP_CPU_RAM_EFFICIENT_LOADING=0), and "
+                "fsdp_version to 2."
             )
         if not self.pre_quantized and self.quantization_config.origin is not None:
             raise ValueError(
@@ -199,6 +211,7 @@ class FP4HfQuantizer(HfQuantizer):
         config = self.quantization_config
         config.stored = self._stored_config(model)
         model.num_parameters = packing.ParameterCounter(model)
+        model._ddp_params_and_buffers_to_ignore = packing.PackedBufferNames(model)
         self._report(model)
         if config.dequantize:
             self._dequantize(model, model.dtype)

@@ -239,6 +239,18 @@ def test_who_searches(fmt, searched):
     assert len(searched) == 2
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_given_tensor_scales(searched):
+    """The kernel takes powers of two, also such that the largest blocks only just fit; others are the reference's."""
+    weight = torch.randn(2, 3, 64)
+    fits = 2.0 ** torch.ceil(torch.log2(weight.abs().amax((1, 2)) / (6 * 448)))
+    for number, scale in enumerate((fits, 64 * fits, 1.1 * fits), start=1):
+        expected = reference.quantize(weight, NVFP4, tensor_scale=scale)
+        assert torch.equal(expected.global_scale, scale)
+        assert_same(quantize(weight, NVFP4, tensor_scale=scale, backend="triton"), expected)
+        assert len(searched) == min(number, 2)
+
+
 def test_tensor_scales():
     """All float32 exponents, and the edges where the power of two changes."""
     peak = torch.tensor([0.0, 2.0**-121, 2.0**-120, 1.0, torch.finfo(torch.float32).max])
