@@ -336,6 +336,39 @@ def test_few():
     """Bounds are where products in C stop being faster; macro factors leave no faster way."""
     assert cpu.few(1, torch.float32, False) and not cpu.few(4096, torch.float32, False)
     assert cpu.few(4096, torch.bfloat16, True) == (cpu.path() == "avx512_bf16")
+    assert cpu.halves(4096, torch.bfloat16) == (cpu.path() == "avx512_bf16")
+    assert not cpu.halves(1, torch.bfloat16) and not cpu.halves(4096, torch.float16)
+
+
+def test_halves_are_exact():
+    """Every code, scale and macro factor is the sum of two numbers in bfloat16, but where those underflow."""
+    dense = reference.dequantize(every_code_and_scale(MXFP4, "cpu", macro=True), torch.float32)
+    upper, lower = dispatch._halves(dense.clone()).double().chunk(2)
+    usual = dense.isfinite() & ((dense.abs() > 2.0**-115) | (dense == 0)) & (dense.abs() < 2.0**127)
+    assert usual.float().mean() > 0.9 and torch.equal((upper + lower)[usual], dense.double()[usual])
+    assert (lower != 0).any() and upper[dense.isnan()].isnan().all() and lower.isfinite().all()
+
+
+@needs_c
+@pytest.mark.parametrize("case", [case for case in CASES if "macro" in case])
+def test_gradient_in_halves(case, monkeypatch):
+    """It is as near as a product in float32, on any CPU; outliers in float32, which have no halves, are left out."""
+    weight, grad = weight_of(70, 800, case=case), torch.randn(99, 70).bfloat16()
+    monkeypatch.setattr(cpu, "halves", lambda *arguments: False)
+    wide = dispatch._product_grad(grad, weight, dispatch.C)
+    asked = []
+    monkeypatch.setattr(cpu, "halves", lambda *arguments: asked.append(arguments) is None)
+    for chunk in (None, 256 * 70):
+        found = dispatch._product_grad(grad, weight, dispatch.C, chunk)
+        assert error_ratio(found, grad, exact(weight)) <= 1
+        assert (found != wide).float().mean() < 0.01  # elsewhere they are rounded the same way
+    assert asked == 2 * [(99, torch.bfloat16)]
+    if weight.outliers is not None:
+        precise = weight.outliers._replace(values=weight.outliers.values.float() * (1 + 2.0**-20))
+        weight = weight._replace(outliers=precise)
+        asked.clear()
+        assert error_ratio(dispatch._product_grad(grad, weight, dispatch.C), grad, exact(weight)) <= 1
+        assert not asked
 
 
 @needs_c
