@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 import hf_mxfp4  # noqa: E402
 from hf_mxfp4 import FP4Config, FP4Experts, FP4Linear  # noqa: E402
-from hf_mxfp4.integrations.peft import merge_report, merge_table, merge_to_bf16, merging  # noqa: E402
+from hf_mxfp4.integrations.peft import merge_report, merge_table, merge_to_bf16, merging, siblings  # noqa: E402
 from hf_mxfp4.integrations.peft.requantization import own_bias  # noqa: E402
 from hf_mxfp4.integrations.peft.siblings import share_tensor_scales  # noqa: E402
 from hf_mxfp4.reference import unpack  # noqa: E402
@@ -161,6 +161,17 @@ def test_tensor_scale_grows_and_shrinks_by_powers_of_two(name, factor, octaves):
     assert steps == round(steps) and abs(steps - octaves) <= 1
     error = (hf_mxfp4.dequantize(found, torch.float32) - dense).norm() / dense.norm()
     assert error < 0.12
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "nvfp4" in name])
+@pytest.mark.parametrize("growth", [2.0**-20, 0.03])
+def test_a_little_growth_keeps_the_tensor_scale(name, growth):
+    layer = linear(name)
+    dense = (1 + growth) * layer.dense("weight", torch.float32)
+    found = merging.requantize(layer, "weight", dense)
+    assert torch.equal(found.global_scale.reshape(()), layer.tensor_scale("weight"))
+    error = (hf_mxfp4.dequantize(found, torch.float32) - dense).norm() / dense.norm()
+    assert error < 1.1 * growth  # as far as nothing changed, and the change was to be met by no code
 
 
 def test_a_layer_of_zeros_can_be_merged_into():
@@ -495,6 +506,36 @@ def test_errors_name_the_weight_and_the_adapter():
         model.merge_adapter()
 
 
+def test_a_damaged_base_is_not_the_adapters_fault():
+    model, layer = one_layer()
+    layer.base_layer.weight_scale.view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(ValueError, match="NaN or Inf, without any adapter.*checkpoint is damaged"):
+        model.merge_adapter()
+    assert not layer.merged
+
+
+@pytest.mark.parametrize("unload", [False, True])
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_dense_layers_are_taken_back_too(unload, safe_merge):
+    model = llama(target_modules=["embed_tokens", "q_proj"])  # PEFT merges the embedding before it meets the NaN
+    randomized(model, part="lora_embedding_B")
+    before, embedding = tensors(model), model.get_input_embeddings()
+    break_layer(model, 1)
+    with pytest.raises(ValueError, match="broken"):
+        (model.merge_and_unload if unload else model.merge_adapter)(safe_merge=safe_merge)
+    assert model.get_input_embeddings() is embedding and not embedding.merged
+    assert equal(tensors(model), before)
+
+
+def test_unknown_adapters_are_named():
+    model = llama()
+    before = tensors(model)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="no adapter is called typo; allowed: default"):
+            merge(adapter_names=["typo"])
+    assert equal(tensors(model), before) and merge_report(model) == []
+
+
 def test_a_broken_adapter_is_not_unloaded_halfway():
     model = llama()
     before, expected = tensors(model), logits(model)
@@ -527,6 +568,23 @@ def test_interrupted_at_the_third_layer(unload, monkeypatch):
     assert not any(module.merged for module in model.modules() if isinstance(module, merging.PackedMerge))
     model.merge_adapter()
     assert len(merge_report(model)) == 14
+
+
+def test_interrupted_after_the_last_layer(monkeypatch):
+    model = llama(2.0, target_modules=["q_proj"])
+    before, expected, plain, calls = tensors(model), logits(model), siblings.common_divisor, []
+
+    def interrupted(matrices):
+        calls.append(matrices)
+        if len(calls) == 2:  # q, k and v of the second layer; the first one's have a scale in common by now
+            raise KeyboardInterrupt
+        return plain(matrices)
+
+    monkeypatch.setattr(siblings, "common_divisor", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.merge_and_unload()
+    assert len(calls) == 2 and equal(tensors(model), before) and torch.equal(logits(model), expected)
+    assert model.base_model.model.peft_config is model.peft_config and merge_report(model) == []
 
 
 def test_a_bias_there_is_no_place_for():
@@ -620,6 +678,26 @@ def test_one_warning_where_little_is_left(caplog):
     assert not [r for r in caplog.records if r.levelno == logging.WARNING]
 
 
+def test_another_adapter_is_warned_of_too(caplog):
+    model = llama(size=0.002)
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules="all-linear"))
+    randomized(model, 0.002)
+    for name, count in (("default", 1), ("default", 1), ("other", 2)):
+        model.merge_adapter([name])
+        model.unmerge_adapter()
+        assert len([r for r in caplog.records if "4 bits cannot" in r.message]) == count
+
+
+def test_what_was_unloaded_before_is_reported_again():
+    plain = llama(0.3).merge_and_unload()
+    first = merge_report(plain)
+    model = adapted(plain, 0.5, seed=4)
+    model.merge_adapter()
+    assert len(first) == 14 and merge_report(model) != first
+    model.unmerge_adapter()
+    assert merge_report(model) == first
+
+
 # --- whole models ----------------------------------------------------------------------------------------------------
 
 
@@ -645,6 +723,15 @@ def test_merge_and_unload_saves_a_checkpoint(size, fields, tmp_path):
     assert torch.equal(logits(again), merged)
     assert equal(tensors(again), tensors(plain))
     assert not [m for m in again.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+
+
+def test_mixed_methods_share_a_tensor_scale():
+    model = copy.deepcopy(case("llama").model)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=4), mixed=True)
+    plain = randomized(model, 2.0).merge_and_unload()
+    attention = plain.model.layers[0].self_attn
+    assert type(attention.q_proj) is FP4Linear and len(merge_report(plain)) == 2
+    assert len({attention.get_submodule(m).weight_global_scale.item() for m in ("q_proj", "k_proj", "v_proj")}) == 1
 
 
 def test_siblings_whose_scales_have_no_room():
@@ -696,6 +783,16 @@ def test_merge_to_bf16(merged_before, tmp_path):
     assert again.dtype == torch.bfloat16 and torch.equal(logits(again), logits(plain))
     again = merge_to_bf16(model, torch.float32)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+def test_merge_to_bf16_casts_trained_modules():
+    model = llama(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.data = parameter.data.float() + 1.0
+    plain = merge_to_bf16(model)
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16}
+    assert plain.lm_head.weight.mean() > 0.9 and logits(plain).isfinite().all()
 
 
 def test_merge_to_bf16_refuses():

@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTuner, check_adapters_to_merge
+from peft.tuners.mixed import MixedModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from hf_mxfp4 import packing
@@ -107,24 +109,19 @@ class PackedMerge:
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        self.set_merge_state(([], None, self._stash, None))
+        self.set_merge_state((self.base_layer, [], None, self._stash))
 
     def merge_state(self) -> tuple:
         """All that `merge` changes, by reference, for `set_merge_state`."""
-        base = self.get_base_layer()
-        record = vars(base).get("_merges", {}).get(self.packed_prefix)
-        return list(self.merged_adapters), self._stash, stash(base, self.packed_prefix), record
+        tensors = stash(self.get_base_layer(), self.packed_prefix)
+        return self.base_layer, list(self.merged_adapters), self._stash, tensors
 
     def set_merge_state(self, state: tuple) -> None:
         """Go back to a `merge_state`."""
-        base, (adapters, kept, tensors, record) = self.get_base_layer(), state
-        restore(base, tensors)
+        self._modules["base_layer"], adapters, kept, tensors = state
+        restore(self.get_base_layer(), tensors)
         self.merged_adapters, self._stash = list(adapters), kept
         getattr(self, "_caches", {}).clear()  # DoRA's norms, which its own unmerge would need
-        records = vars(base).setdefault("_merges", {})
-        records.pop(self.packed_prefix, None)
-        if record is not None:
-            records[self.packed_prefix] = record
 
     def _merge_packed(self, base: PackedModule, names: list[str], safe_merge: bool) -> None:
         if isinstance(base, FP4Experts):
@@ -147,8 +144,8 @@ class PackedMerge:
         dense.weight = nn.Parameter(decode(base, stored_matrix(base, "weight")), requires_grad=False)
         if base.bias is not None:
             dense.bias = nn.Parameter(base.bias.data.to(torch.float32, copy=True), requires_grad=False)
-        self._modules["base_layer"] = dense
         try:
+            self._modules["base_layer"] = dense
             with _in_float32(self):
                 super().merge(safe_merge=safe_merge, adapter_names=names)
         finally:
@@ -212,9 +209,11 @@ def _no_autocast(module: nn.Module):
 @functools.cache  # a second call adds nothing
 def register() -> None:
     """Have PEFT merge packed models as a whole: all layers or none, and one warning. Safe to call twice."""
-    for name in ("merge_adapter", "_unload_and_optionally_merge"):
-        setattr(BaseTuner, name, _as_a_whole(getattr(BaseTuner, name)))
-    BaseTuner._replace_module = _put_back(BaseTuner._replace_module)
+    for owner in (BaseTuner, MixedModel):  # which has methods of its own
+        for name in ("merge_adapter", "_unload_and_optionally_merge"):
+            if name in vars(owner):
+                setattr(owner, name, _as_a_whole(getattr(owner, name)))
+        owner._replace_module = _put_back(owner._replace_module)
 
 
 def _put_back(method):
@@ -233,36 +232,68 @@ def _put_back(method):
 def _as_a_whole(method):
     """One of PEFT's methods that merge layer after layer: an exception undoes what it did before.
 
-    So the original packed weights stay in memory until it has ended.
+    So the original weights of adapted layers stay in memory until it has ended: packed ones, and copies of others.
     """
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def merge(self, *args, **kwargs):
         states = {layer: layer.merge_state() for layer in _packed_layers(self.model)}
         if not states:
             return method(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        names = given.get("adapter_names") if given.get("merge", True) else []
+        if not isinstance(names, str):  # which PEFT refuses
+            _check_names(names or (), self.peft_config)
         places = [
             (parent, name, child)
             for parent in list(self.model.modules())
             for name, child in parent._modules.items()
             if hasattr(child, "base_layer") or hasattr(child, "unload_and_optionally_merge_module")
         ]
+        layers = [child for _, _, child in places if hasattr(child, "merged_adapters")]
+        adapters, dense = [list(layer.merged_adapters) for layer in layers], _written_to(layers, names)
         before = set(merge_report(self.model))
         try:
             result = method(self, *args, **kwargs)
+            if not _packed_layers(self.model):  # unloaded: until then it could not be taken back
+                share_tensor_scales(self.model)
         except BaseException:
             for parent, name, child in places:
                 parent._modules[name] = child
             for layer, state in states.items():
                 layer.set_merge_state(state)
+            for layer, merged in zip(layers, adapters, strict=True):
+                layer.merged_adapters = merged
+            for parameter, data in dense.items():
+                parameter.data = data
+            self.model.peft_config = self.peft_config
             raise
-        if not _packed_layers(self.model):  # unloaded: until then it could not be taken back
-            share_tensor_scales(self.model)
-        if not getattr(self, "_was_warned", False):
-            self._was_warned = warn_of_little([r for r in merge_report(self.model) if r not in before])
+        warned = vars(self).setdefault("_warned_of", set())
+        new = [r for r in merge_report(self.model) if r not in before and r.adapters not in warned]
+        if warn_of_little(new):
+            warned.update(report.adapters for report in new)
         return result
 
     return merge
+
+
+def _written_to(layers: list[BaseTunerLayer], names: list[str] | None) -> dict[nn.Parameter, torch.Tensor]:
+    """Copies of what a merge changes in place: the parameters of dense layers it merges into."""
+    return {
+        parameter: parameter.data.clone()
+        for layer in layers
+        if not isinstance(layer.get_base_layer(), PackedModule)
+        and set(layer._all_available_adapter_names())
+        & set(layer.active_adapters if names is None else names) - set(layer.merged_adapters)
+        for parameter in layer.get_base_layer().parameters()
+    }
+
+
+def _check_names(names, known) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"no adapter is called {', '.join(unknown)}; allowed: {', '.join(known)}.")
 
 
 def _packed_layers(model: nn.Module) -> list[PackedMerge]:
@@ -306,15 +337,13 @@ def merge_to_bf16(
         )
     merged = [name for layer in _packed_layers(model) for name in layer.merged_adapters]
     names = adapter_names or list(dict.fromkeys(merged)) or model.active_adapters
-    unknown = [name for name in names if name not in model.peft_config]
-    if unknown:
-        raise ValueError(f"no adapter is called {', '.join(unknown)}; allowed: {', '.join(model.peft_config)}.")
+    _check_names(names, model.peft_config)
     with torch.inference_mode(False), torch.no_grad():
         full = copy.deepcopy(model)
         for layer in _packed_layers(full):
             if layer.merged:
                 layer.unmerge()
-        old = full.base_model.model.dtype
+        old, dtypes = full.base_model.model.dtype, _base_dtypes(full.base_model.model)
         for layer in _packed_layers(full):
             with _no_autocast(layer):
                 layer.become_dense([name for name in names if name in layer._all_available_adapter_names()], dtype)
@@ -323,9 +352,17 @@ def merge_to_bf16(
             plain = full.base_model.merge_and_unload(adapter_names=names)
         plain = _without_packed(plain, dtype)
         for name, parameter in plain.named_parameters():
-            if parameter.dtype == old and not keeps_float32(plain, name):
+            if dtypes.get(name, parameter.dtype) == old and not keeps_float32(plain, name):
                 parameter.data = parameter.data.to(dtype)
         return plain
+
+
+def _base_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Dtypes of a PEFT model's own parameters by their plain names: trained copies of modules may have others."""
+    return {
+        name.replace(".base_layer", "").replace(".original_module", ""): parameter.dtype
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _rounded(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

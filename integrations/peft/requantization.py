@@ -22,19 +22,24 @@ from hf_mxfp4.scales import ScaleOptions, Scales
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 _TIE = 1e-4  # errors this close to each other, relatively, are equal
+_E4M3_EDGE = 464.0  # what is below rounds to 448, the largest E4M3 number
 _SINGULAR = 1e-6  # of an input transform: its smallest singular value, relative to the largest
 
 
 class Stash:
     """The tensors of one packed weight, and of a linear the bias: by reference, until `restore` puts them back.
 
-    It holds integers, which no cast changes and every pickle takes, and stands in no state dict.
+    It holds integers, which no cast changes and every pickle takes, and stands in no state dict. With them goes the
+    record of the last merge, if there was one.
     """
 
-    def __init__(self, buffers: dict[str, torch.Tensor], bias: torch.Tensor | None):
+    def __init__(self, module: PackedModule, prefix: str):
+        buffers = {name: buffer for name, buffer in module._buffers.items() if name.startswith(f"{prefix}_")}
+        bias = module.bias if isinstance(module, FP4Linear) else None
+        self.prefix, self.record = prefix, vars(module).get("_merges", {}).get(prefix)
         self.dtypes = {name: buffer.dtype for name, buffer in buffers.items()}
         self.integers = {name: buffer.view(_INTEGERS[buffer.itemsize]) for name, buffer in buffers.items()}
-        self.bias = bias
+        self.bias = None if bias is None else bias.data
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Move it as `nn.Module._apply` moves a module; only the bias is cast."""
@@ -51,17 +56,19 @@ def stash(module: PackedModule, prefix: str = "weight") -> Stash:
         module (`FP4Linear` or `FP4Experts`): the module; nothing in it changes.
         prefix (`str`): `"weight"` of a linear, or the name of a projection of experts.
     """
-    buffers = {name: buffer for name, buffer in module._buffers.items() if name.startswith(f"{prefix}_")}
-    bias = module.bias if isinstance(module, FP4Linear) else None
-    return Stash(buffers, None if bias is None else bias.data)
+    return Stash(module, prefix)
 
 
 def restore(module: PackedModule, stashed: Stash) -> None:
     """Put the tensors of `stash` back, bit for bit."""
-    for name, integers in stashed.integers.items():
-        module._buffers[name] = integers.view(stashed.dtypes[name])
+    buffers = {name: integers.view(stashed.dtypes[name]) for name, integers in stashed.integers.items()}
+    module._buffers.update(buffers)  # at once: codes and scales of two weights must not meet
     if stashed.bias is not None:
         module.bias.data = stashed.bias
+    records = vars(module).setdefault("_merges", {})
+    records.pop(stashed.prefix, None)
+    if stashed.record is not None:
+        records[stashed.prefix] = stashed.record
     module.prepare()
 
 
@@ -167,6 +174,11 @@ def reweight(
         before = decode(module, stored)
         dense = wanted(expert, before)
         bad = int((~dense.isfinite()).sum())
+        if bad and not bool(before.isfinite().all()):
+            raise ValueError(
+                f"{matrix_name(module, prefix, expert)}: its packed weight holds NaN or Inf, without any adapter. "
+                "Nothing was merged here; the checkpoint is damaged: load the model from a sound one."
+            )
         if bad:
             raise ValueError(
                 f"{matrix_name(module, prefix, expert)}: with adapter {', '.join(adapters)} merged, {bad} of "
@@ -217,11 +229,12 @@ def _tensor_scales(module: PackedModule, prefix: str, own: dict[str, torch.Tenso
 def _octaves(parts: torch.Tensor, scales: torch.Tensor) -> int:
     """By how many powers of two the tensor scales `[P]` of weights `[P, n]` must change, all of them together.
 
-    None, while the largest block scale is one of E4M3's and not below 1: smaller ones would soon be subnormal.
+    None, while the largest block scale rounds to one of E4M3's and is not below 1: smaller ones would soon be
+    subnormal.
     """
     peaks = torch.linalg.vector_norm(parts, math.inf, -1).tolist()
     top = max(peak / (E2M1_MAX * scale) for peak, scale in zip(peaks, scales.tolist(), strict=True))
-    if top == 0 or 1 <= top <= E4M3_MAX:
+    if top == 0 or 1 <= top <= _E4M3_EDGE:
         return 0
     mantissa, exponent = math.frexp(top / E4M3_MAX)
     exponent -= mantissa == 0.5
@@ -330,8 +343,7 @@ def _load(module: PackedModule, prefix: str, parts: list[dict[str, torch.Tensor]
         dtype = parts[0]["outlier_columns"].dtype
         joined |= {"outlier_values": torch.cat(values), "outlier_columns": torch.cat(columns).view(dtype)}
         joined["outlier_offsets"] = torch.cat([*offsets, own.new_tensor([start])])
-    for name, tensor in joined.items():
-        module._buffers[f"{prefix}_{name}"] = tensor
+    module._buffers.update({f"{prefix}_{name}": tensor for name, tensor in joined.items()})
     module.prepare()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_mxfp4.checkpoints import SIBLINGS
 from hf_mxfp4.export.tensor_scales import Scaled, common_divisor, with_divisor
+from hf_mxfp4.integrations.peft.requantization import restore, stash
 from hf_mxfp4.modules import FP4Linear
 
 logger = logging.getLogger(__name__)
@@ -20,13 +21,21 @@ def share_tensor_scales(model: nn.Module) -> None:
     """Bring siblings whose tensor scales are powers of two apart under the largest, where one of them was merged.
 
     Serving engines fuse them and know one scale for all. Block scales take up the difference, which changes no weight;
-    the few blocks whose scales would leave E4M3's range are quantized anew, and the error is logged.
+    the few blocks whose scales would leave E4M3's range are quantized anew, and the error is logged. An exception
+    takes all of it back.
     """
-    for path, parent in model.named_modules():
-        for leaves in SIBLINGS:
-            members = [parent._modules.get(leaf) for leaf in leaves]
-            if all(isinstance(member, FP4Linear) for member in members) and _are_shifted(members):
-                _share(members, f"{path}.({', '.join(leaves)})")
+    before = []
+    try:
+        for path, parent in model.named_modules():
+            for leaves in SIBLINGS:
+                members = [parent._modules.get(leaf) for leaf in leaves]
+                if all(isinstance(member, FP4Linear) for member in members) and _are_shifted(members):
+                    before += [(member, stash(member)) for member in members]
+                    _share(members, f"{path}.({', '.join(leaves)})")
+    except BaseException:
+        for member, stashed in before:
+            restore(member, stashed)
+        raise
 
 
 def _are_shifted(members: list[FP4Linear]) -> bool:
@@ -59,7 +68,6 @@ def _share(members: list[FP4Linear], name: str) -> None:
                 text = "hf_mxfp4: %s: %d weights quantized anew for one tensor scale, relative squared error %.1e"
                 logger.info(text, name, weights, error)
     for member, matrix in zip(members, matrices, strict=True):
-        member._buffers["weight_packed"] = matrix.packed.to(device)
-        member._buffers["weight_scale"] = matrix.scale.to(device)
-        member._buffers["weight_global_scale"] = matrix.divisor.reshape(1).to(device, copy=True)
+        own = (matrix.packed.to(device), matrix.scale.to(device), matrix.divisor.reshape(1).to(device, copy=True))
+        member._buffers.update(zip(("weight_packed", "weight_scale", "weight_global_scale"), own, strict=True))
         member.prepare()
