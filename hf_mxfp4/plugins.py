@@ -25,10 +25,9 @@ def load_plugins() -> None:
     """Call each plugin whose library is installed; one that fails is warned of, and import goes on."""
     _guard()
     for entry in metadata.entry_points(group=GROUP):
-        if importlib.util.find_spec(entry.name) is None:
-            continue
         try:
-            entry.load()()
+            if importlib.util.find_spec(entry.name) is not None:
+                entry.load()()
         except Exception as error:  # whatever a library of another version may raise
             _failed[entry.name] = f"{type(error).__name__}: {error}"
             warnings.warn(

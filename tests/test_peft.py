@@ -5,6 +5,8 @@ import copy
 import json
 import logging
 import pickle
+import sys
+import types
 
 import pytest
 import torch
@@ -329,14 +331,61 @@ def test_what_would_change_the_base_is_refused(how):
         peft.get_peft_model(model, lora(**fields))
     assert torch.equal(outputs(model), before)
     assert all(type(module) is FP4Linear for module in packed_modules(model).values())
+    assert how != "lora_ga" or all(hasattr(m, "_peft_loraga_grad") for m in packed_modules(model).values())
 
 
-def test_a_refused_second_adapter_leaves_the_first():
+def test_a_copy_that_could_not_be_trained_is_refused():
+    model = packed()
+    before = outputs(model)
+    for names in (["down_proj"], ["mlp"]):
+        with pytest.raises(ValueError, match=r"modules_to_save: model.layers.0.mlp.*modules_to_not_convert"):
+            peft.get_peft_model(model, lora(target_modules=["q_proj"], modules_to_save=names))
+    assert torch.equal(outputs(model), before)
+    assert all(type(module) is FP4Linear for module in packed_modules(model).values())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_refused_second_adapter_leaves_the_first(tmp_path):
     adapted = stirred(peft.get_peft_model(packed(), lora())).eval()
     before = outputs(adapted)
     with pytest.raises(ValueError, match="pissa"):
         adapted.add_adapter("two", lora(init_lora_weights="pissa"))
     assert torch.equal(outputs(adapted), before) and list(adapted.peft_config) == ["default"]
+    model = packed()  # and transformers' own leaves a model without any
+    with pytest.raises(ValueError, match="pissa"):
+        model.add_adapter(lora(init_lora_weights="pissa"))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_an_interruption_leaves_nothing(monkeypatch):
+    """Of a second adapter: ranks, scales and variants, which a new one of that name would take over."""
+    adapted = stirred(peft.get_peft_model(packed(), lora())).eval()
+    before, update, calls = outputs(adapted), FP4LoraLinear.update_layer, []
+
+    def interrupted(self, *args, **kwargs):
+        update(self, *args, **kwargs)
+        calls.append(self)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FP4LoraLinear, "update_layer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            adapted.add_adapter("two", lora(use_dora=True))
+    assert torch.equal(outputs(adapted), before) and list(adapted.peft_config) == ["default"]
+    assert all(layer._all_available_adapter_names() == ["default"] and not layer.lora_variant for layer in calls)
+    adapted.add_adapter("two", lora())
+    assert not any("two" in layer.lora_variant or "two" in layer.lora_magnitude_vector for layer in calls)
+
+
+def test_weights_without_values():
+    """On the meta device, or damaged: nothing was written to them."""
+    model = packed()
+    model.model.layers[0].mlp.up_proj.weight_scale.view(torch.uint8)[0, 0] = 0x7F
+    for each in (copy.deepcopy(model).to("meta"), model):
+        adapted = peft.get_peft_model(each, lora(use_dora=True))
+        assert sum(isinstance(module, FP4LoraLinear) for module in adapted.modules()) == PROJECTIONS
 
 
 def test_adapters_that_do_not_fit(tmp_path):
@@ -396,6 +445,9 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
         plugins.load_plugins()
     with pytest.raises(RuntimeError, match="no such thing"):
         peft.get_peft_model(packed(), lora())
+    monkeypatch.setitem(sys.modules, "peft", types.ModuleType("peft"))  # as others' tests put in its place
+    with pytest.warns(UserWarning, match="cannot work with the installed peft .*__spec__"):
+        plugins.load_plugins()
 
 
 def test_no_dense_weight_is_taken():

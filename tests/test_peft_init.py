@@ -13,7 +13,7 @@ from tiny_models import auto_class, case, outputs, packed_modules, source, tiny_
 from hf_mxfp4 import FP4Config, FP4Linear
 
 peft = pytest.importorskip("peft")
-from hf_mxfp4.integrations.peft import FP4LoraLinear, fp4_residual  # noqa: E402
+from hf_mxfp4.integrations.peft import FP4LoraLinear, fp4_residual, initialization  # noqa: E402
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo_lm"
 
@@ -82,6 +82,16 @@ def test_by_call_it_is_exact_and_reports():
     assert difference < 0.02  # transformers adds adapters in the base's bfloat16
 
 
+def test_without_an_error_it_can_be_trained():
+    """The reference may lie on the grid itself (a checkpoint that was dequantized): A keeps its values then."""
+    model = case("qwen3").load(dtype=torch.float32)
+    reference = copy.deepcopy(model).dequantize()
+    adapted = peft.get_peft_model(model, lora(init_lora_weights=True))
+    assert {result[1:] for result in fp4_residual(adapted, reference)} == {(0, 0)}
+    for layer in layers_of(adapted).values():
+        assert layer.lora_A["default"].weight.all() and not layer.lora_B["default"].weight.any()
+
+
 def test_dora_starts_there_too():
     adapted = peft.get_peft_model(case("qwen3").quantize(), lora(use_dora=True))
     plain = peft.get_peft_model(case("qwen3").quantize(), lora())
@@ -97,6 +107,19 @@ def test_a_saved_adapter_is_loaded_and_not_computed_again(tmp_path):
     adapted.save_pretrained(tmp_path)
     loaded = peft.PeftModel.from_pretrained(case("qwen3").load(), tmp_path)
     assert torch.equal(outputs(loaded), outputs(adapted))
+
+
+def test_what_training_changed_goes_to_the_original_model(tmp_path):
+    adapted = peft.get_peft_model(case("qwen3").quantize(), lora(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "first")
+    before = {name: effective(layer) for name, layer in layers_of(adapted).items()}
+    for layer in layers_of(adapted).values():
+        layer.lora_B["default"].weight.data.normal_(0, 0.1)
+    adapted.save_pretrained(tmp_path / "last", path_initial_model_for_weight_conversion=tmp_path / "first")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(case("qwen3").dense), tmp_path / "last").get_base_model()
+    for name, layer in layers_of(adapted).items():
+        added = loaded.get_submodule(name).get_delta_weight("default").float()
+        assert (added - (effective(layer) - before[name])).norm() < 0.01 * added.norm()
 
 
 def test_it_brings_the_demo_model_nearer():
@@ -121,6 +144,8 @@ def test_it_brings_the_demo_model_nearer():
 
 
 def test_without_a_reference(tmp_path):
+    with pytest.raises(ValueError, match="is for packed linears, and this model has none"):
+        peft.get_peft_model(copy.deepcopy(case("qwen3").dense), lora())
     model = case("qwen3").load()
     before = outputs(model)
     with pytest.raises(ValueError, match=r"needs the original weights.*peft.fp4_residual\(model, reference"):
@@ -139,17 +164,66 @@ def test_without_a_reference(tmp_path):
     assert not [m for m in moved.modules() if isinstance(m, FP4LoraLinear)]
 
 
+def test_merged_weights_are_not_taken_back():
+    """Against the original weights, what was merged before would count as error."""
+    adapted = peft.get_peft_model(case("qwen3").quantize(), lora(init_lora_weights=False))
+    adapted.merge_adapter()
+    adapted.unmerge_adapter()
+    fp4_residual(adapted)
+    model = adapted.merge_and_unload()
+    before = outputs(model)
+    with pytest.raises(ValueError, match=r"merged into model.layers.0.self_attn.q_proj.*merge_to_bf16"):
+        peft.get_peft_model(model, lora())
+    assert torch.equal(outputs(model), before)
+
+
+def test_an_interruption_leaves_the_model(monkeypatch):
+    model = case("qwen3").quantize()
+    before, trainable = outputs(model), [p.requires_grad for p in model.parameters()]
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(initialization, "low_rank_factors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            peft.get_peft_model(model, lora())
+        assert not [m for m in model.modules() if isinstance(m, FP4LoraLinear)]
+        assert [p.requires_grad for p in model.parameters()] == trainable
+        adapted = peft.get_peft_model(model, lora(init_lora_weights=True))
+        with pytest.raises(KeyboardInterrupt):
+            adapted.add_adapter("two", lora())
+    assert list(adapted.peft_config) == ["default"] and torch.equal(outputs(adapted), before)
+    adapted.add_adapter("two", lora())  # is free again
+
+
+def test_of_the_commit_that_was_loaded(monkeypatch):
+    model, asked = case("qwen3").quantize(), []
+
+    def download(name, subfolder, hub):
+        asked.append((name, hub))
+        return source("qwen3")
+
+    monkeypatch.setattr(initialization, "local_folder", download)
+    model.name_or_path, model.config._commit_hash = "some/model", "0123abc"
+    peft.get_peft_model(model, lora())
+    assert asked == [("some/model", {"revision": "0123abc"})]
+
+
 def test_what_does_not_fit_changes_nothing():
     adapted = peft.get_peft_model(case("qwen3").load(), lora(init_lora_weights=True))
     state = copy.deepcopy(peft.get_peft_model_state_dict(adapted))
     broken = copy.deepcopy(case("qwen3").dense)
     broken.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
+    short = copy.deepcopy(case("qwen3").dense)
+    short.model.layers[0].mlp.gate_proj.weight = torch.nn.Parameter(torch.zeros(64, 64))
     cases = [
-        (tiny_model("qwen3", intermediate_size=64), "default", r"shape \(64, 64\) in the reference, \(128, 64\)"),
+        (short, "default", r"shape \(64, 64\) in the reference, \(128, 64\)"),
+        (tiny_model("qwen3", seed=7), "default", r"self_attn.q_proj: the reference differs .* by 1\.\d+ of its norm"),
         (case("bert").dense, "default", "the reference has no model.layers.0"),
         (case("qwen3").model, "default", "no full-precision parameter"),
         (broken, "default", "layers.1.mlp.down_proj: the reference holds NaN or Inf"),
-        (case("qwen3").dense, "other", "no packed layer has a LoRA adapter 'other'"),
+        (case("qwen3").dense, "other", "no packed linear has a LoRA adapter 'other'"),
     ]
     for reference, name, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -166,6 +240,25 @@ def test_what_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match="ALoraLinearVariant does not add"):
         fp4_residual(other, case("qwen3").dense)
     assert all(torch.equal(value, state[key]) for key, value in peft.get_peft_model_state_dict(adapted).items())
+
+
+def test_dequantized_layers_are_dense_ones():
+    model = peft.get_peft_model(case("qwen3").load(), lora(init_lora_weights=True))
+    model.base_model.model.dequantize()
+    with pytest.raises(ValueError, match="no packed linear has a LoRA adapter"):
+        fp4_residual(model, case("qwen3").dense)
+    before = outputs(model)
+    model.add_adapter("two", lora(init_lora_weights="pissa"))
+    model.set_adapter("two")
+    assert (outputs(model) - before).norm() < 0.02 * before.norm()
+
+
+def test_other_methods_are_refused():
+    model = case("qwen3").quantize()
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10, init_lora_weights="fp4_residual")
+    with pytest.raises(ValueError, match="no packed linear has a LoRA adapter"):
+        peft.get_peft_model(model, config)
+    assert not [m for m in model.modules() if hasattr(m, "base_layer")]
 
 
 def test_experts_are_refused_by_name():

@@ -9,7 +9,7 @@ from peft import LoraModel
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_mxfp4 import plugins
-from hf_mxfp4.integrations.peft import experts, merging
+from hf_mxfp4.integrations.peft import experts, merging, training
 from hf_mxfp4.integrations.peft.initialization import Residual, fp4_residual, inject_adapter
 from hf_mxfp4.integrations.peft.layers import FP4LoraLinear, take_over
 from hf_mxfp4.integrations.peft.merging import MergeReport, merge_report, merge_table, merge_to_bf16
@@ -42,5 +42,6 @@ def register() -> None:
     register_module_module_registration_hook(take_over)
     experts.register()
     merging.register()
+    training.register()
     LoraModel.inject_adapter = inject_adapter
     plugins.READY.add("peft")

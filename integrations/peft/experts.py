@@ -175,7 +175,7 @@ def _with_experts(inject: Callable) -> Callable:
             for path, module in model.named_modules()
             if isinstance(module, FP4Experts)
         }
-        with _undone_on_error(model), list_projections(model, experts):
+        with undone_on_error(self, model, adapter_name), list_projections(model, experts):
             _check_target_modules(self, self.peft_config[adapter_name], model, experts)
             result = inject(self, model, adapter_name, *args, **kwargs)
             _check_adapted(self.peft_config[adapter_name], adapter_name, model, experts)
@@ -185,17 +185,33 @@ def _with_experts(inject: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _undone_on_error(model: nn.Module) -> Iterator[None]:
-    """Leave no adapter on half of the layers of a packed model: PEFT meets most of what it refuses layer by layer."""
+def undone_on_error(tuner: BaseTuner, model: nn.Module, adapter_name: str) -> Iterator[None]:
+    """Leave nothing of an adapter in a packed model: PEFT meets most of what it refuses layer by layer."""
     modules = list(model.modules())
-    packed = any(isinstance(module, PackedModule) for module in modules)
-    before = [(module, dict(module._modules)) for module in modules] if packed else []
+    if not any(isinstance(module, PackedModule) for module in modules):
+        yield
+        return
+    members = [(module, dict(module._modules)) for module in modules]
+    wrappers = [module for module in modules if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    own = {each for wrapper in wrappers for each in wrapper.modules() if not isinstance(each, PackedModule)}
+    states = [  # ranks, scales, variants ... of other adapters, which a new one of the old name would meet
+        (each, {k: v.copy() if isinstance(v, (dict, list, set)) else v for k, v in vars(each).items()}) for each in own
+    ]
+    trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
     except BaseException:
-        for module, members in before:
+        for module, found in members:
             module._modules.clear()
-            module._modules.update(members)
+            module._modules.update(found)
+        for module, state in states:
+            vars(module).clear()
+            vars(module).update(state)
+        for parameter, flag in trainable:
+            parameter.requires_grad = flag
+        tuner.peft_config.pop(adapter_name, None)  # PEFT takes it back after an Exception only
+        if getattr(model, "_hf_peft_config_loaded", False):  # transformers' add_adapter sets it before
+            model._hf_peft_config_loaded = bool(wrappers)
         raise
 
 

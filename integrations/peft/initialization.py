@@ -21,13 +21,16 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_mxfp4.config import FP4Config
+from hf_mxfp4.integrations.peft.experts import undone_on_error
 from hf_mxfp4.integrations.peft.layers import FP4LoraLinear
 from hf_mxfp4.loading import local_folder
+from hf_mxfp4.modules import FP4Linear
 from hf_mxfp4.streaming.run import read_source
 from hf_mxfp4.streaming.skeleton import build
 from hf_mxfp4.streaming.source import Source
 
 FP4_RESIDUAL = "fp4_residual"
+_ANOTHER = 0.5  # an error of so much of the weight is no rounding: FP4 makes some 0.1, and 0.33 at the very most
 
 
 class Residual(NamedTuple):
@@ -45,8 +48,10 @@ def fp4_residual(
     """Set an adapter to the best low-rank correction of the quantization error, layer by layer.
 
     A and B of every `FP4LoraLinear` that has the adapter become `sqrt(S / scaling)` times the leading singular vectors
-    of `W - W_q`, in their own dtype. The base is not changed; the saved adapter is an ordinary one, and belongs to
-    this packed base: on the original model it would add the error in place of removing it.
+    of `W - W_q`, in their own dtype; rows of A that would be zero stay as they are. The base is not changed; the saved
+    adapter is an ordinary one, and belongs to this packed base: on the original model it would add the error in place
+    of removing it. For that model, save it before training too, and after training with PEFT's
+    `save_pretrained(..., path_initial_model_for_weight_conversion=...)`: what training changed, of twice the rank.
 
     Args:
         model (`nn.Module`): with the adapter: a `PeftModel`, or a transformers model after `add_adapter`.
@@ -59,8 +64,8 @@ def fp4_residual(
         `list[Residual]`: one for each layer.
 
     Raises:
-        ValueError: where no reference is known, it is quantized itself or lacks a weight, shapes differ, the adapter
-            is absent, merged, or of a variant other than DoRA. Nothing is changed then.
+        ValueError: where no reference is known, it is quantized itself or lacks a weight, shapes or values are those
+            of another model, the adapter is absent, merged, or of a variant other than DoRA. Nothing is changed then.
 
     Source: "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (2310.08659), section 3.2, one step.
     """
@@ -87,9 +92,15 @@ def _correct(model: nn.Module, read: Callable[[str], torch.Tensor], adapter_name
             raise ValueError(f"{name}: the reference holds NaN or Inf; download the checkpoint again.")
         error = weight - base.dense("weight", torch.float32)
         scaling, norm = layer.scaling[adapter_name], weight.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        before = float(error.norm() / norm)
+        if before > _ANOTHER:
+            raise ValueError(
+                f"{name}: the reference differs from the packed weight by {before:.2f} of its norm; quantizing makes "
+                "some 0.1. Give the checkpoint that this very model was quantized from."
+            )
         a, b, rest = low_rank_factors(error, layer.r[adapter_name], scaling)
         found.append((layer, a.to("cpu"), b.to("cpu")))
-        results.append(Residual(name, float(error.norm() / norm), float(rest / norm)))
+        results.append(Residual(name, before, float(rest / norm)))
     for layer, a, b in found:
         _assign(layer, adapter_name, a, b)
     return results
@@ -115,9 +126,11 @@ def low_rank_factors(
 
 def _assign(layer: FP4LoraLinear, adapter_name: str, a: torch.Tensor, b: torch.Tensor) -> None:
     weight_a, weight_b = layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight
-    weight_a[: a.shape[0]] = a.to(weight_a)
+    a, b = a.to(weight_a), b.to(weight_b)
+    some = a.any(1) & b.any(0)  # where there is no error to correct, A stays: with both zero neither had a gradient
+    weight_a[: len(a)] = torch.where(some[:, None], a, weight_a[: len(a)])
     weight_b.zero_()
-    weight_b[:, : b.shape[1]] = b.to(weight_b)
+    weight_b[:, : len(a)] = torch.where(some, b, 0)
     if adapter_name in layer.lora_magnitude_vector:  # DoRA's norms are those of the weight it starts at
         magnitude = layer.lora_magnitude_vector[adapter_name]
         old = magnitude.weight
@@ -132,11 +145,14 @@ def _adapted(model: nn.Module, adapter_name: str) -> dict[str, FP4LoraLinear]:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, FP4LoraLinear) and adapter_name in module.lora_A
+        if isinstance(module, FP4LoraLinear)
+        and isinstance(module.get_base_layer(), FP4Linear)
+        and adapter_name in module.lora_A
     }
     if not layers:
         raise ValueError(
-            f"no packed layer has a LoRA adapter {adapter_name!r}; add it first, with get_peft_model or add_adapter."
+            f"no packed linear has a LoRA adapter {adapter_name!r}; add it first, with get_peft_model or add_adapter, "
+            "LoraConfig(target_modules=...) naming packed linears."
         )
     for name, layer in layers.items():
         variant = layer.lora_variant.get(adapter_name)
@@ -159,11 +175,10 @@ def original_weights(
     model: nn.Module, reference: nn.Module | str | Path | None = None
 ) -> Iterator[Callable[[str], torch.Tensor]]:
     """A function from a module's name in `model` to its original weight, from a model or from a checkpoint's files."""
-    reference = known_reference(model) if reference is None else reference
     if isinstance(reference, nn.Module):
         yield functools.partial(_of_module, reference)
         return
-    folder = local_folder(reference, "", {})
+    folder = known_reference(model) if reference is None else local_folder(reference, "", {})
     own = getattr(model.config, "quantization_config", None)
     config = copy.deepcopy(own) if isinstance(own, FP4Config) and own.origin is None else FP4Config()
     source = Source(read_source(folder))
@@ -173,8 +188,20 @@ def original_weights(
         source.close()
 
 
-def known_reference(model: nn.Module) -> str:
-    """The checkpoint a model was quantized from while it was loaded."""
+def known_reference(model: nn.Module) -> Path:
+    """The folder of the checkpoint a model was quantized from while it was loaded: on the Hub, of the same commit."""
+    packed = [module for module in model.modules() if isinstance(module, FP4Linear)]
+    if not packed:
+        raise ValueError(
+            f'init_lora_weights="{FP4_RESIDUAL}" is for packed linears, and this model has none; use True.'
+        )
+    merged = next((module for module in packed if vars(module).get("_merges")), None)
+    if merged is not None:
+        raise ValueError(
+            f"an adapter was merged into {merged.path or 'a layer'}: against the original weights, fp4_residual would "
+            "take it back. Use LoraConfig(init_lora_weights=True), then hf_mxfp4.integrations.peft.fp4_residual("
+            "model, reference) with the merged model in full precision (merge_to_bf16)."
+        )
     quantizer = getattr(model, "hf_quantizer", None)
     name = getattr(model, "name_or_path", "")
     if quantizer is None or quantizer.pre_quantized or not name:
@@ -183,7 +210,7 @@ def known_reference(model: nn.Module) -> str:
             "from_pretrained. Use LoraConfig(init_lora_weights=True), then hf_mxfp4.integrations.peft.fp4_residual("
             "model, reference) with the full-precision model, its folder or its name on the Hub."
         )
-    return name
+    return local_folder(name, "", {"revision": getattr(model.config, "_commit_hash", None)})
 
 
 def _of_module(reference: nn.Module, name: str) -> torch.Tensor:
@@ -227,12 +254,8 @@ def inject_adapter(self: LoraModel, model: nn.Module, adapter_name: str, *args, 
             f'init_lora_weights="{FP4_RESIDUAL}" is for linears, not for target_parameters='
             f"{config.target_parameters}; give these an adapter of their own."
         )
-    with original_weights(model) as read:  # opened before anything is changed
+    with original_weights(model) as read, undone_on_error(self, model, adapter_name):
         self.peft_config[adapter_name] = copy.copy(config)
         self.peft_config[adapter_name].init_lora_weights = True
-        try:
-            super(LoraModel, self).inject_adapter(model, adapter_name, *args, **kwargs)
-            _correct(model, read, adapter_name)
-        except BaseException:
-            self.peft_config[adapter_name] = config
-            raise
+        super(LoraModel, self).inject_adapter(model, adapter_name, *args, **kwargs)
+        _correct(model, read, adapter_name)

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 import torch
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
 from hf_mxfp4.integrations.peft.merging import PackedMerge
-from hf_mxfp4.modules import FP4Linear
+from hf_mxfp4.modules import FP4Experts, FP4Linear
+from hf_mxfp4.packed import PackedModule
 
 _SPLITS_THE_WEIGHT = ("pissa", "olora", "corda", "loftq")  # each writes the rest of the weight back into the base
 
@@ -52,8 +54,10 @@ class FP4LoraLinear(PackedLayer, lora.Linear):
     """LoRA (DoRA, rsLoRA, aLoRA, ...) around an `FP4Linear`: PEFT's layer, but for what reads or writes the weight."""
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config, **kwargs) -> None:
-        how = config.init_lora_weights
-        if isinstance(how, str) and how.lower().startswith(_SPLITS_THE_WEIGHT):
+        how, base = config.init_lora_weights, self.get_base_layer()
+        splits = isinstance(how, str) and how.lower().startswith(_SPLITS_THE_WEIGHT)
+        splits = splits or (how == "lora_ga" and hasattr(base, "_peft_loraga_grad"))  # PEFT would drop the gradient
+        if splits and isinstance(base, FP4Linear):  # it may have been dequantized since
             raise ValueError(_refusal(f"init_lora_weights={how!r}"))
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
@@ -70,12 +74,30 @@ def packed_class(tuner_class: type[BaseTunerLayer]) -> type[BaseTunerLayer]:
 
 
 def take_over(module: nn.Module, name: str, member: nn.Module | None) -> None:
-    """Exchange the class of one of PEFT's layers that is given a packed linear. A hook of torch's registration."""
+    """Exchange the class of one of PEFT's layers that is given a packed linear. A hook of torch's registration.
+
+    Raises:
+        ValueError: for `modules_to_save` with packed weights in them, of which a copy has nothing to train.
+    """
+    if name == "original_module" and isinstance(module, ModulesToSaveWrapper):
+        _check_trainable(member)
     if name != "base_layer" or not isinstance(module, BaseTunerLayer) or isinstance(module, PackedLayer):
         return
     base = member.get_base_layer() if isinstance(member, BaseTunerLayer) else member
     if isinstance(base, FP4Linear):
         module.__class__ = packed_class(type(module))
+
+
+def _check_trainable(module: nn.Module) -> None:
+    if isinstance(module.get_base_layer() if isinstance(module, BaseTunerLayer) else module, FP4Experts):
+        return  # refused by `experts.take_over`
+    packed = {each.path or type(each).__name__: None for each in module.modules() if isinstance(each, PackedModule)}
+    if packed:
+        raise ValueError(
+            f"modules_to_save: {', '.join(packed)}: packed in 4 bits, of which a copy could not be trained. Name it "
+            "in target_modules instead, or load the model with it in full precision: "
+            "FP4Config(modules_to_not_convert=[...])."
+        )
 
 
 def _rebuild(tuner_class: type[BaseTunerLayer]) -> BaseTunerLayer:
@@ -87,7 +109,9 @@ def _refusal(what: str) -> str:
     return (
         f"{what} writes a changed weight back into the base layer, which packed weights cannot hold without being "
         'quantized again. Use init_lora_weights=True, or "fp4_residual", which leaves the base as it is; or '
-        "start with the full-precision model, save its changed base, and quantize that."
+        "start with the full-precision model, save its changed base, and quantize that. An adapter that was trained "
+        "so: load it on the model it was trained on, and make it an ordinary one with save_pretrained(..., "
+        "path_initial_model_for_weight_conversion=...)."
     )
 
 
@@ -113,7 +137,10 @@ def _lent(base: nn.Module) -> Iterator:
         if copy is None:
             return False
         weight = FP4Linear.weight.fget(base)
-        return copy.dtype != weight.dtype or copy.device != weight.device or not torch.equal(copy, weight)
+        if (copy.shape, copy.dtype, copy.device) != (weight.shape, weight.dtype, weight.device):
+            return True
+        bits = [tensor.contiguous().view(torch.uint8) for tensor in (copy, weight)]  # a damaged weight may hold NaN
+        return not weight.is_meta and not torch.equal(*bits)
 
     kind = type(base)
     if kind is not FP4Linear:  # lent already
