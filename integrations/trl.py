@@ -72,8 +72,7 @@ def is_rms_norm(module: nn.Module) -> bool:
         return False
     if "rmsnorm" in type(module).__name__.lower():
         return True
-    generator = torch.Generator().manual_seed(0)
-    gain, one, two = torch.randn(3, weight.numel(), generator=generator)
+    gain, one, two = _normal((3, weight.numel()), torch.Generator("cpu").manual_seed(0))
     x, gain = torch.stack([one + 3, 5 * two - 2]), gain + 1
     device = torch.device("cpu") if weight.is_meta else weight.device
     probe = copy.copy(module)
@@ -252,20 +251,33 @@ def _norm_weights(model: nn.Module) -> list[nn.Parameter]:
 @contextmanager
 def _noise(weights: list[nn.Parameter], sigma: float, seed: int) -> Iterator[float]:
     """Add N(0, sigma^2) to weights inside the block; yields the share of elements that changed."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     # Through `.data`: the version counters stay, as the values will be the same again for a graph that saved them.
     kept = [(weight, weight.data.clone()) for weight in weights]
     try:
         changed = 0
         for weight, original in kept:
-            noise = torch.randn(weight.shape, generator=generator) * sigma
+            noise = _normal(weight.shape, generator) * sigma
             wide = torch.promote_types(weight.dtype, torch.float32)
             weight.data.copy_(original.to(wide) + noise.to(weight.device, wide))
             changed += int((weight.data != original).sum())
         yield changed / sum(weight.numel() for weight in weights)
     finally:
-        for weight, original in kept:
-            weight.data.copy_(original)
+        try:
+            _put_back(kept)
+        except BaseException:  # a second Ctrl-C: no noise may stay in the weights
+            _put_back(kept)
+            raise
+
+
+def _put_back(kept: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    for weight, original in kept:
+        weight.data.copy_(original)
+
+
+def _normal(shape, generator: torch.Generator) -> torch.Tensor:
+    """Whatever torch's default device and dtype are."""
+    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def check_grpo_config(config, model: nn.Module | None = None) -> None:

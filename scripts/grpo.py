@@ -6,8 +6,9 @@
     python scripts/grpo.py --config my.yaml --reward my_rewards.py:tests_pass --data problems.jsonl --dry_run
 
 Arguments are the fields of `Arguments` below and those of `trl.GRPOConfig`, in the YAML or on the command line. A run
-that was stopped goes on with --resume. The adapter and grpo.json (held-out rewards before and after) are written to
---output_dir.
+that was stopped goes on with --resume from the last whole checkpoint; bit for bit as if it had not been stopped, where
+that is of the first epoch and the next step begins with a rollout (TRL stores none, and draws later epochs anew).
+The adapter and grpo.json (held-out rewards before and after) are written to --output_dir.
 """
 
 import json
@@ -20,20 +21,22 @@ import datasets
 import torch
 import transformers
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 from peft import LoraConfig
 from tqdm import tqdm
-from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import demo_data
 import rewards
+import sft_lora
 import training_memory
-from hf_mxfp4 import FP4Config
+from hf_mxfp4 import FP4Config, load
 from hf_mxfp4.integrations.peft import PackedBaseCheck, StopOnNaN
 from hf_mxfp4.integrations.trl import AdaptiveQuantizationNoise, check_grpo_config
 
 DEMO = Path(__file__).parent / "demo_lm"
 RESULT = "grpo.json"
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -41,7 +44,10 @@ class Arguments:
     """What to train and on what; the rest is `trl.GRPOConfig`."""
 
     model: str = field(default="demo", metadata={"help": "folder or name on the Hub, packed or not; demo"})
-    format: str = field(default="nvfp4", metadata={"help": "nvfp4, mxfp4, or none: train on the model as it is"})
+    format: str | None = field(
+        default=None,
+        metadata={"help": "nvfp4 (if not given), mxfp4, or none; leave it out for packed models"},
+    )
     fp4: dict | str | None = field(default=None, metadata={"help": "further fields of FP4Config (JSON)"})
     dtype: str = field(default="bfloat16", metadata={"help": "of what is not packed"})
     lora_rank: int = field(default=16, metadata={"help": "r of the adapters"})
@@ -74,6 +80,8 @@ class Arguments:
     dry_run: bool = field(default=False, metadata={"help": "load, print the memory estimate, and stop"})
 
     def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}; allowed: {', '.join(DTYPES)}.")
         if "{prompt}" not in self.template:
             raise ValueError(f"template={self.template!r} does not contain {{prompt}}.")
         for name, least in (("problems", 1), ("held_out", 0)):
@@ -106,31 +114,25 @@ class Progress(transformers.TrainerCallback):
         self.bar.close()
 
 
-def mapping(name: str, value: dict | str | None) -> dict:
-    """A JSON object that may be given as text."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value or {}
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name}={value!r} is not JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f'{name}={value!r} is not an object such as {{"overrides": {{}}}}.')
-    return found
-
-
 def load_model(arguments: Arguments, config: GRPOConfig):
     """Model and tokenizer; quantized while it loads, unless it is packed already or format is none."""
-    source = DEMO if arguments.model == "demo" else arguments.model
-    fields = mapping("fp4", arguments.fp4)
+    source = str(DEMO) if arguments.model == "demo" else arguments.model
+    fields = sft_lora.as_dict("fp4", arguments.fp4)
     stored = getattr(transformers.AutoConfig.from_pretrained(source), "quantization_config", None)
-    options = {"dtype": arguments.dtype}
-    if arguments.format != "none" and stored is None:
-        options["quantization_config"] = FP4Config(**{"format": arguments.format} | fields)
-    elif fields:
-        raise ValueError(f"fp4={fields}: {source} is packed already, or format is none; leave it out.")
+    if stored is not None and (arguments.format is not None or fields):
+        raise ValueError(f"{source} is quantized already; leave format and fp4 out to train on it as it is.")
+    if arguments.format == "none" and fields:
+        raise ValueError(f"fp4={fields}: format=none packs nothing; leave one of the two out.")
+    options = {"dtype": getattr(torch, arguments.dtype)}
     device = PartialState(cpu=config.use_cpu).device
     if device.type != "cpu":
         options["device_map"] = {"": device}
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+    if stored is not None:
+        model = load(source, **options)
+    else:
+        if arguments.format != "none":
+            options["quantization_config"] = FP4Config(**{"format": arguments.format or "nvfp4"} | fields)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     if arguments.stop is not None:
         ids = tokenizer(arguments.stop, add_special_tokens=False)["input_ids"]
@@ -183,6 +185,10 @@ def as_prompts(rows: datasets.Dataset, arguments: Arguments, chat: bool) -> data
             rows = rows.rename_column(old, new)
     system = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []
 
+    odd = [text for text in rows["prompt"] if not isinstance(text, str)]
+    if odd:
+        raise ValueError(f"prompt_column={arguments.prompt_column!r} must hold texts; found {odd[0]!r}.")
+
     def prompt(row):
         text = arguments.template.replace("{prompt}", row["prompt"])
         return {"prompt": [*system, {"role": "user", "content": text}] if chat else text}
@@ -202,9 +208,18 @@ def tokenize(tokenizer, prompts: list, config: GRPOConfig):
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
 
 
+def ended(tokens: torch.Tensor, model) -> list[list[int]]:
+    """Ids of completions to the first that ends one, as TRL hands them on."""
+    ends = torch.tensor(model.generation_config.eos_token_id, device=tokens.device)
+    past = torch.isin(tokens, ends).cumsum(1).roll(1, 1)
+    past[:, 0] = 0
+    return [row[~over].tolist() for row, over in zip(tokens, past.bool(), strict=True)]
+
+
 @torch.no_grad()
 def held_out_rewards(model, tokenizer, rows: datasets.Dataset, functions: dict, config: GRPOConfig) -> dict:
-    """Mean reward of greedy completions, by function."""
+    """Mean reward of greedy completions, by function; each process takes its share of the rows."""
+    rows = rows.select(range(PartialState().process_index, len(rows), PartialState().num_processes))
     training, totals = model.training, {name: [] for name in functions}
     model.eval()
     try:
@@ -213,19 +228,24 @@ def held_out_rewards(model, tokenizer, rows: datasets.Dataset, functions: dict, 
             batch = rows.select(range(start, min(start + size, len(rows)))).to_dict()
             inputs = {k: v.to(model.device) for k, v in tokenize(tokenizer, batch["prompt"], config).items()}
             tokens = model.generate(**inputs, max_new_tokens=config.max_completion_length, do_sample=False)
-            done = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-            columns = {"prompts": batch.pop("prompt"), "completions": done, **batch}
+            tokens = tokens[:, inputs["input_ids"].shape[1] :]
+            done = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            prompts = batch.pop("prompt")
+            if not isinstance(prompts[0], str):  # messages, as TRL hands them on
+                done = [[{"role": "assistant", "content": text}] for text in done]
+            columns = {"prompts": prompts, "completions": done, "completion_ids": ended(tokens, model), **batch}
             for name, function in functions.items():
                 found = rewards.score(function, **columns)
                 totals[name] += [value for value in found if value is not None]
     finally:
         model.train(training)
+    totals = {name: gather_object(values) for name, values in totals.items()}
     return {name: sum(values) / len(values) if values else None for name, values in totals.items()}
 
 
 def last_checkpoint(arguments: Arguments, output: Path) -> str | None:
     """Where to go on from; an error if that is not what was asked for."""
-    found = get_last_checkpoint(output) if output.is_dir() else None
+    found = sft_lora.last_checkpoint(output)
     if arguments.resume and found is None:
         raise ValueError(f"--resume: there is no checkpoint in {output}. Leave it out to start.")
     if found and not arguments.resume and not arguments.dry_run:
@@ -265,7 +285,7 @@ def run(argv: list[str]) -> dict:
         lora_alpha=arguments.lora_alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         target_parameters=arguments.lora_parameters,
-        **mapping("lora", arguments.lora),
+        **sft_lora.as_dict("lora", arguments.lora),
     )
     trainer = GRPOTrainer(
         model,
@@ -287,40 +307,44 @@ def run(argv: list[str]) -> dict:
     if arguments.dry_run:
         return {}
     result = {}
-    if checkpoint and (output / RESULT).is_file():
+    if main and checkpoint and (output / RESULT).is_file():
         result = json.loads((output / RESULT).read_text())
-    if held_out and main and "before" not in result:
+    result = broadcast_object_list([result])[0]
+    if held_out and "before" not in result:
         result["before"] = held_out_rewards(trainer.model, tokenizer, held_out, functions, config)
-        write(output, result)
-        print("held-out rewards before:", result["before"], flush=True)
+        if main:
+            sft_lora.save_json(output / RESULT, result)
+            print("held-out rewards before:", result["before"], flush=True)
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        sft_lora.train_to_the_end(trainer, checkpoint)
     except BaseException:
-        kept = get_last_checkpoint(output)
+        kept = sft_lora.last_checkpoint(output)
         print(f"stopped; {f'{kept} stays: go on with --resume' if kept else 'no checkpoint yet'}.", file=sys.stderr)
         raise
     finally:
         if aqn:
             aqn.detach()
     trainer.save_model()
+    if held_out:
+        result["after"] = held_out_rewards(trainer.model, tokenizer, held_out, functions, config)
+    shown = ("step", "reward", "entropy", "kl", "aqn/sigma", "aqn/changed")
+    logged = [row for row in trainer.state.log_history if "reward" in row]
+    result["steps"] = [{name: row[name] for name in shown if name in row} for row in logged]
     if main:
+        sft_lora.save_json(output / RESULT, result)
         if held_out:
-            result["after"] = held_out_rewards(trainer.model, tokenizer, held_out, functions, config)
             print("held-out rewards after:", result["after"], flush=True)
-        shown = ("step", "reward", "entropy", "kl", "aqn/sigma", "aqn/changed")
-        logged = [row for row in trainer.state.log_history if "reward" in row]
-        result["steps"] = [{name: row[name] for name in shown if name in row} for row in logged]
-        write(output, result)
-    trainer.accelerator.wait_for_everyone()
     return result
 
 
-def write(output: Path, result: dict) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    partial = output / f"{RESULT}.part"
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(output / RESULT)
+def main(argv: list[str]) -> int:
+    try:
+        run(argv)
+    except (ValueError, TypeError, OSError, ImportError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -20,14 +20,16 @@ from pathlib import Path
 
 import torch
 
-_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*\.?\d*|\.\d+)")
+_NUMBER = re.compile(r"(?:\$-|(?<![\d)])-\$?|\$)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMERATOR = re.compile(r"(?:\d\s*/\s*|frac(?:\{\S*\}\{?)?\s*)$")
+_PLAIN = {"\u2212": "-", "{,}": ",", "\\,": "", "\\!": "", "\\$": "$"}  # minus sign, LaTeX
 _STATED = re.compile(r"####[ \t]*([^\n]+)")
 
 
 def exact_match(completions, answer, **columns) -> list[float]:
     """1 where the first line of the completion is the answer, letter for letter: generated arithmetic."""
     return [
-        float(text.split("\n")[0].strip() == wanted.strip())
+        float(text.split("\n")[0].strip() == str(wanted).strip())
         for text, wanted in zip(_texts(completions), answer, strict=True)
     ]
 
@@ -36,11 +38,16 @@ def gsm8k(completions, answer, **columns) -> list[float]:
     """1 where the final number of the completion equals the answer's: after ####, in \\boxed{}, or the last one.
 
     `answer` is a number or a solution that ends in `#### number`, as in the data set openai/gsm8k.
+
+    Raises:
+        ValueError: for an answer without a number.
     """
-    return [
-        float(final_number(text) is not None and final_number(text) == final_number(str(wanted)))
-        for text, wanted in zip(_texts(completions), answer, strict=True)
-    ]
+    numbers = [final_number(str(wanted)) for wanted in answer]
+    if None in numbers:
+        raise ValueError(
+            f"answer {answer[numbers.index(None)]!r} has no final number; is it the right column of the data?"
+        )
+    return [float(final_number(text) == number) for text, number in zip(_texts(completions), numbers, strict=True)]
 
 
 def stated(completions, **columns) -> list[float]:
@@ -55,7 +62,10 @@ BUILT_IN = {function.__name__: function for function in (exact_match, gsm8k, sta
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number a text ends in: after its last ####, else in its last \\boxed{}, else the last one; or `None`."""
+    """The number a text ends in: after its last ####, else in its last \\boxed{}, else the last one; or `None`.
+
+    Fractions are none: the denominator is not the answer.
+    """
     stated = _STATED.findall(text) or _boxed(text)
     return _number(stated[-1]) if stated else _number(text)
 
@@ -180,9 +190,13 @@ def _boxed(text: str) -> list[str]:
 
 
 def _number(text: str) -> Decimal | None:
-    """The last number of a text, without thousands separators and dollar signs."""
-    found = _NUMBER.findall(text)
+    """The last number of a text, without thousands separators and dollar signs; `None` if it is a denominator."""
+    for written, plain in _PLAIN.items():
+        text = text.replace(written, plain)
+    found = list(_NUMBER.finditer(text))
+    if not found or _NUMERATOR.search(text[: found[-1].start()]):
+        return None
     try:
-        return Decimal(found[-1].replace(",", "").replace("$", "").rstrip(".")) if found else None
+        return Decimal(found[-1].group().replace(",", "").replace("$", "").rstrip("."))
     except InvalidOperation:
         return None

@@ -4,6 +4,7 @@
     python scripts/sft_lora.py --config scripts/configs/sft_demo.yaml
     python scripts/sft_lora.py --config scripts/configs/sft_demo.yaml --format bf16 --output_dir runs/sft_bf16
     accelerate launch scripts/sft_lora.py --config scripts/configs/sft_qwen2.5_3b.yaml --data my.jsonl
+    accelerate launch --multi_gpu --num_processes 2 scripts/sft_lora.py --config ... --use_cpu true  # DDP on CPUs
 
 The arguments are those below and trl's SFTConfig, on the command line or in the YAML file. Stopped anywhere, the same
 command with --resume goes on from the last checkpoint. OUTPUT_DIR gets the adapter, `sft.json` (held-out loss before
@@ -25,7 +26,8 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import TrainerState
+from transformers.trainer_utils import TrainOutput
 
 import training_memory
 from hf_mxfp4 import FP4Config, load
@@ -159,9 +161,15 @@ def demo_documents() -> datasets.Dataset:
     return datasets.Dataset.from_dict({"text": [path.read_text(encoding="utf-8") for path in files]})
 
 
+def last_checkpoint(output: Path) -> str | None:
+    """The last checkpoint that was written to its end: the Trainer writes trainer_state.json last."""
+    found = {int(file.parent.name[11:]): file.parent for file in output.glob("checkpoint-[0-9]*/trainer_state.json")}
+    return str(found[max(found)]) if found else None
+
+
 def checkpoint_to_resume(output: Path, resume: bool) -> str | None:
     """The last checkpoint, if this run is to go on from it; an error if there is none, or one that is not wanted."""
-    last = get_last_checkpoint(str(output)) if output.is_dir() else None
+    last = last_checkpoint(output)
     if resume and last is None:
         raise ValueError(f"{output} has no checkpoint to resume from; leave --resume out to start.")
     if last is not None and not resume:
@@ -169,6 +177,18 @@ def checkpoint_to_resume(output: Path, resume: bool) -> str | None:
             f"{output} has {Path(last).name} of an earlier run: add --resume, or give another output_dir."
         )
     return last
+
+
+def train_to_the_end(trainer: transformers.Trainer, checkpoint: str | None) -> TrainOutput | None:
+    """Train, from a checkpoint if one is given. A run that has all of its steps is loaded only, and gives `None`: the
+    Trainer would take one more."""
+    state = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json") if checkpoint else TrainerState()
+    if not 0 < trainer.args.max_steps <= state.global_step:
+        return trainer.train(resume_from_checkpoint=checkpoint)
+    PackedBaseCheck().on_train_begin(trainer.args, state, trainer.control, model=trainer.model)
+    peft.set_peft_model_state_dict(trainer.model, peft.load_peft_weights(checkpoint, device="cpu"))
+    trainer.state = state
+    return None
 
 
 def save_json(path: Path, record: dict) -> None:
@@ -210,6 +230,7 @@ def train(given: ModelArguments, options: RunArguments, config: trl.SFTConfig, a
     """Train, measure before and after, save; returns what sft.json holds."""
     output = Path(config.output_dir)
     checkpoint = checkpoint_to_resume(output, options.resume)
+    PartialState(cpu=config.use_cpu)  # once and for all
     train_rows, held_out = options.splits()
     model = given.base()
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
@@ -245,9 +266,10 @@ def train(given: ModelArguments, options: RunArguments, config: trl.SFTConfig, a
         record["held_out_loss_before"] = trainer.evaluate()["eval_loss"]
         if main:
             save_json(record_file, record)
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    result = train_to_the_end(trainer, checkpoint)
     record["held_out_loss_after"] = trainer.evaluate()["eval_loss"]
-    record |= {"train_loss": result.training_loss, "train_seconds": round(result.metrics["train_runtime"], 1)}
+    if result is not None:
+        record |= {"train_loss": result.training_loss, "train_seconds": round(result.metrics["train_runtime"], 1)}
     record |= {"steps": trainer.state.global_step, "date": datetime.date.today().isoformat()}
     trainer.save_model(str(output))
     if main:

@@ -6,6 +6,7 @@ import math
 import shutil
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ trl = pytest.importorskip("trl")
 
 import grpo  # noqa: E402
 import training_memory  # noqa: E402
+from hf_mxfp4 import FP4Config  # noqa: E402
 
 SCRIPTS = Path(demo_data.__file__).parent
 CONFIGS = SCRIPTS / "configs"
@@ -87,10 +89,11 @@ def test_a_run_and_its_resumption(arguments, tmp_path, capsys):
 
     shutil.copytree(out / "checkpoint-1", rest / "checkpoint-1")
     (rest / "grpo.json").write_text(json.dumps({"before": whole["before"]}))
-    resumed = grpo.run([*arguments(output_dir=rest), "--resume"])
-    assert resumed == whole
     adapter = "adapter_model.safetensors"
-    assert (rest / adapter).read_bytes() == (out / adapter).read_bytes()
+    for _ in range(2):  # a run that was stopped after its last step takes no other
+        assert grpo.run([*arguments(output_dir=rest), "--resume"]) == whole
+        assert (rest / adapter).read_bytes() == (out / adapter).read_bytes()
+        (rest / adapter).unlink()
 
     model = tiny_models.auto_class("qwen3").from_pretrained(arguments()[1])
     loaded = peft.PeftModel.from_pretrained(model, out)  # a normal adapter, also for the dense model
@@ -102,8 +105,10 @@ def test_data_files_templates_and_chat(arguments, tiny, tmp_path, monkeypatch):
     data.write_text("".join(json.dumps({"q": f"{i}+1", "a": str(i + 1), "level": i}) + "\n" for i in range(6)))
     seen = []
 
-    def judge(prompts, completions, answer, level, **_):
+    def judge(prompts, completions, completion_ids, answer, level, **_):
         seen.extend(zip(prompts, answer, level, strict=True))
+        texts = completions if isinstance(prompts[0], str) else [message["content"] for (message,) in completions]
+        assert all(isinstance(text, str) for text in texts) and 0 < max(map(len, completion_ids)) <= 3
         return [0.0] * len(completions)
 
     monkeypatch.setattr(rewards, "judge", judge, raising=False)
@@ -111,6 +116,10 @@ def test_data_files_templates_and_chat(arguments, tiny, tmp_path, monkeypatch):
     grpo.run(arguments(**options, reward="rewards:judge", template="say {prompt}=", stop="\n"))
     assert len(seen) == 3 + 4 + 3 and all(p == f"say {i}+1=" and a == str(i + 1) for p, a, i in seen)
 
+    data.write_text('{"q": [{"role": "user", "content": "1"}], "a": "1"}\n')
+    with pytest.raises(ValueError, match="prompt_column='q' must hold texts; found .*role"):
+        grpo.run(arguments(**options, output_dir=tmp_path / "c"))
+    data.write_text("".join(json.dumps({"q": f"{i}+1", "a": str(i + 1), "level": i}) + "\n" for i in range(6)))
     chat = tmp_path / "chat"
     shutil.copytree(tiny, chat)
     (chat / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}=")
@@ -123,6 +132,26 @@ def test_dry_run_writes_nothing(arguments, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "other weights" in printed and "packed weights" not in printed
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_a_packed_model_is_taken_as_it_is(tiny, arguments, tmp_path, capsys):
+    folder = tmp_path / "packed"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny, quantization_config=FP4Config(format="mxfp4"))
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    for changes in ({"format": "nvfp4"}, {"format": "none"}, {"fp4": '{"scale_rule": "amax"}'}):
+        with pytest.raises(ValueError, match="quantized already"):
+            grpo.run(arguments(model=folder, **changes))
+    grpo.run([*arguments(model=folder), "--dry_run"])
+    assert "packed weights" in capsys.readouterr().out
+    assert grpo.main(arguments(model=folder, format="nvfp4")) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_completions_end_where_they_end():
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7, 9]))
+    tokens = torch.tensor([[1, 9, 0, 0], [7, 7, 7, 7], [1, 2, 3, 4]])
+    assert grpo.ended(tokens, model) == [[1, 9], [7], [1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("grpo_*.yaml")))
@@ -140,9 +169,11 @@ def test_shipped_configs_are_read(name, tmp_path):
         ({"sigma_start": -1}, "sigma_start=-1.0"),
         ({"noise_stages": 2}, "stages=2"),
         ({"stop": "ab cd"}, "it must be one"),
-        ({"fp4": "[1]"}, "is not an object"),
+        ({"fp4": "[1]"}, "not a mapping"),
         ({"fp4": "{"}, "is not JSON"),
         ({"format": "int4"}, "int4"),
+        ({"format": "none", "fp4": '{"scale_rule": "amax"}'}, "packs nothing"),
+        ({"dtype": "int8"}, "dtype='int8'; allowed: bfloat16"),
         ({"data": "none.jsonl"}, "there is no file none.jsonl"),
         ({"prompt_column": "question"}, "it has prompt, answer"),
         ({"template": "no"}, "does not contain"),
@@ -190,6 +221,18 @@ def test_a_failing_reward_is_named_and_the_checkpoint_stays(arguments, tmp_path,
         ("", None),
         (r"\boxed{7", "7"),
         (".5", "0.5"),
+        ("17-5", "5"),
+        ("-$5 or $-6", "-6"),
+        ("#### \u22125", "-5"),
+        (r"\boxed{-\$1{,}234.5}", "-1234.5"),
+        ("1,234,567 of 12,34", "34"),
+        ("the sides are 3,4,5", "5"),
+        ("1.5e3", "1500"),
+        ("12 %", "12"),
+        ("#### 3/4 cup", None),
+        ("24/2 = 12", "12"),
+        (r"\boxed{\frac{1}{2}}", None),
+        (r"\boxed{\frac12}", None),
     ],
 )
 def test_final_number(text, number):
@@ -209,6 +252,9 @@ def test_built_in_rewards():
     assert rewards.exact_match(completions, answer) == [1, 1, 0, 0, 0, 1]
     assert rewards.gsm8k(completions, ["a b c\n#### 12"] * 6) == [1, 1, 1, 1, 0, 1]
     assert rewards.stated(completions) == [0, 0, 0, 0.1, 0, 0]
+    assert rewards.exact_match(["7"], [7]) == rewards.gsm8k(["7"], [7]) == [1]
+    with pytest.raises(ValueError, match="answer 'x' has no final number"):
+        rewards.gsm8k(["7", "7"], ["7", "x"])
 
 
 def test_rewards_are_found_by_path(tmp_path):

@@ -2,6 +2,7 @@
 """trl's SFTTrainer on a packed demo model, and scripts/sft_lora.py."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,12 @@ def demo(**fields):
     ],
 )
 def test_sft_trainer_runs_unchanged(tmp_path, changes):
-    model, before = demo(), base_fingerprint(demo())
+    model = demo()
+    before = base_fingerprint(model)
     evaluated = dict(
-        eval_strategy="steps", eval_steps=2, save_steps=2, load_best_model_at_end=True, save_total_limit=1
+        eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True, save_total_limit=1
     )
-    given = dict(max_steps=4, learning_rate=1e-2, logging_steps=1, max_length=32, per_device_train_batch_size=2)
+    given = dict(max_steps=2, learning_rate=1e-2, logging_steps=1, max_length=32, per_device_train_batch_size=2)
     quiet = dict(report_to=[], disable_tqdm=True, use_cpu=True)
     trainer = trl.SFTTrainer(
         model,
@@ -56,11 +58,11 @@ def test_sft_trainer_runs_unchanged(tmp_path, changes):
     trainer.train()
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert len(evaluations) == 2 and evaluations[1] < evaluations[0]  # these lines are learned at once
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluations))
     assert base_fingerprint(trainer.model) == before  # the base is what it was
     assert [p.dtype for p in trainer.model.parameters() if p.requires_grad] == [torch.float32] * 56
-    saved = peft.PeftModel.from_pretrained(demo(), tmp_path / "checkpoint-4")
+    saved = peft.PeftModel.from_pretrained(demo(), tmp_path / "checkpoint-2")
     for name, value in saved.state_dict().items():
         if "lora" in name:
             assert torch.equal(value, trainer.model.state_dict()[name]), name
@@ -90,13 +92,22 @@ def test_script_trains_saves_and_resumes(tmp_path, lines, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole/merged")
     assert isinstance(model.model.layers[0].mlp.up_proj, FP4Linear) and model.config.use_cache
 
-    assert script(tmp_path / "parts", data=lines, max_steps=1, lr_scheduler_type="constant") == 0
-    assert script(tmp_path / "parts", data=lines) == 1  # it would overwrite an earlier run
-    assert "add --resume" in capsys.readouterr().err
-    assert script(tmp_path / "parts", "--resume", data=lines, fp4='{"scale_rule": "four_over_six"}') == 1
+    parts = tmp_path / "parts"
+    shutil.copytree(tmp_path / "whole/checkpoint-1", parts / "checkpoint-1")
+    (parts / "checkpoint-2").mkdir()  # of a run that was killed while it wrote
+    (parts / "checkpoint-2/adapter_model.safetensors").write_bytes(b"half")
+    (parts / "sft.json").write_text(json.dumps(record | {"held_out_loss_before": 9.0}))
+    assert script(parts, data=lines) == 1  # it would overwrite an earlier run
+    assert "checkpoint-1 of an earlier run: add --resume" in capsys.readouterr().err
+    assert script(parts, "--resume", data=lines, fp4='{"scale_rule": "four_over_six"}') == 1
     assert "another base" in capsys.readouterr().err
-    assert script(tmp_path / "parts", "--resume", data=lines) == 0
-    assert (tmp_path / "parts/checkpoint-2/adapter_model.safetensors").exists()
+    for _ in range(2):  # a run that was stopped after its last step takes no other
+        assert script(parts, "--resume", data=lines) == 0
+        resumed = json.loads((parts / "sft.json").read_text())
+        assert resumed["steps"] == 2 and resumed["held_out_loss_before"] == 9.0
+        assert resumed["held_out_loss_after"] == record["held_out_loss_after"]
+    for file in ("adapter_model.safetensors", "checkpoint-2/adapter_model.safetensors"):
+        assert (parts / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -129,6 +140,13 @@ def test_script_refuses_too_little_data(tmp_path, capsys, text, words):
     assert script(tmp_path / "out", data=tmp_path / "data.jsonl") == 1
     message = capsys.readouterr().err
     assert "error: " in message and words in message and "data.jsonl" in message
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIG.parent.glob("sft_*.yaml")))
+def test_shipped_configs_are_read(name):
+    parser = trl.TrlParser([sft_lora.ModelArguments, sft_lora.RunArguments, trl.SFTConfig])
+    given, _, config = parser.parse_args_and_config(["--config", str(CONFIG.parent / name), "--bf16", "False"])
+    assert given.lora_config().r == given.lora_r > 0 and config.packing and config.output_dir.startswith("runs/sft")
 
 
 def test_unknown_argument_of_a_config_file(tmp_path, capsys):

@@ -24,6 +24,7 @@ from hf_mxfp4.integrations.peft import (  # noqa: E402
     StopOnNaN,
     base_fingerprint,
     prepare_fp4_for_training,
+    training,
 )
 
 LORA = dict(r=4, target_modules="all-linear", lora_dropout=0.1)
@@ -31,7 +32,7 @@ LORA = dict(r=4, target_modules="all-linear", lora_dropout=0.1)
 
 def packed(format: str = "nvfp4", **fields):
     """A tiny Qwen3 of its own, packed."""
-    return case("qwen3", format).quantize(**fields)
+    return case("qwen3", format).quantize(**{"scale_rule": "amax"} | fields)
 
 
 def adapted(format: str = "nvfp4", **fields):
@@ -126,6 +127,12 @@ def offloaded():
     return model
 
 
+def without_checkpointing():
+    model = packed()
+    model.supports_gradient_checkpointing = False
+    return model
+
+
 def from_inference_mode():
     with torch.inference_mode():
         return packed()
@@ -139,6 +146,7 @@ def from_inference_mode():
         (offloaded, ValueError, "model.layers.1.mlp.up_proj is offloaded"),
         (from_inference_mode, ValueError, "inference_mode"),
         (lambda: torch.compile(packed()), ValueError, "compiled"),
+        (without_checkpointing, ValueError, "Qwen3ForCausalLM has no gradient checkpointing"),
         (lambda: torch.nn.Linear(2, 2), TypeError, "Linear"),
     ],
 )
@@ -228,14 +236,27 @@ def test_fingerprint_knows_the_base_alone(tmp_path):
     bare = base_fingerprint(model)
     assert sum(bare["modules"].values()) == 14
     model.save_pretrained(tmp_path)
-    assert base_fingerprint(case("qwen3").load())["digest"] == bare["digest"]
+    assert base_fingerprint(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))["digest"] == bare["digest"]
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert base_fingerprint(peft.get_peft_model(model, prompts)) == bare
     model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
     assert base_fingerprint(model) == bare
-    for other in (packed("mxfp4"), packed(scale_rule="amax"), packed(activation_format="same")):
+    for other in (packed("mxfp4"), packed(scale_rule="four_over_six"), packed(activation_format="same")):
         assert base_fingerprint(other)["digest"] != bare["digest"]
     packed_modules(model)["base_model.model.model.layers.1.mlp.down_proj.base_layer"].weight_packed[5, 3] ^= 1
     assert base_fingerprint(model)["digest"] != bare["digest"]
     assert base_fingerprint(case("qwen3").dense) == {"digest": None, "modules": {}}
+
+
+def test_fingerprint_samples_the_codes_of_every_expert(monkeypatch):
+    model = case("qwen3_moe").quantize(scale_rule="amax")
+    experts = model.model.layers[1].mlp.experts
+    monkeypatch.setattr(training, "_SAMPLE", experts.down_proj_packed.nbytes // 8)
+    found = {base_fingerprint(model)["digest"]}
+    for expert in experts.down_proj_packed:
+        expert ^= 1
+        found.add(base_fingerprint(model)["digest"])
+    assert len(found) == 1 + len(experts.down_proj_packed)
 
 
 @pytest.mark.parametrize(
@@ -261,10 +282,9 @@ def file_names(folder) -> set[str]:
 def test_resuming_on_another_base_is_refused(tmp_path):
     trainer(adapted(), tmp_path, [PackedBaseCheck()], max_steps=2).train()
     written = adapter(tmp_path / "checkpoint-2")
-    for model in (adapted("mxfp4"), adapted(scale_rule="amax")):
-        run = trainer(model, tmp_path, [PackedBaseCheck()])
-        with pytest.raises(ValueError, match=r"another base(.|\n)*checkpoint's: 14 x.*nvfp4(.|\n)*this model: 14 x"):
-            run.train(resume_from_checkpoint=True)
+    run = trainer(adapted(scale_rule="four_over_six"), tmp_path, [PackedBaseCheck()])
+    with pytest.raises(ValueError, match=r"another base(.|\n)*checkpoint's: 14 x.*nvfp4(.|\n)*this model: 14 x.*over"):
+        run.train(resume_from_checkpoint=True)
     dense = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(source("qwen3")), peft.LoraConfig(**LORA)
     )

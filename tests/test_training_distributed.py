@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes over gloo train what one process trains; so does FSDP 2.
+"""Two processes on CPUs under `accelerate launch`, over gloo, train what one process trains; so does FSDP 2.
 
-Run as a script, this file starts the processes.
+Run as a script, this file is one of the two. `accelerate launch --cpu --num_processes 2`, and a config file with
+MULTI_CPU, start one process only (accelerate 1.15, without MPI): `--multi_gpu` starts two, `use_cpu=True` in
+TrainingArguments keeps them on CPUs. torchrun does the same.
 """
 
 import json
-import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import traceback
@@ -37,7 +37,7 @@ SETTINGS = {
 
 def adapted(folder: Path):
     """The base of `folder`, packed, with LoRA; and twelve rows of tokens."""
-    config = FP4Config(**json.loads(os.environ.get("FP4", "{}")))
+    config = FP4Config(**json.loads(os.environ.get("FP4", '{"scale_rule": "amax"}')))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=config)
     torch.manual_seed(3)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
@@ -53,7 +53,6 @@ def loop(folder: Path, rank: int, ranks: int) -> tuple[list[float], dict[str, to
     """Three steps of four rows, split over ranks by accelerate's FSDP 2 where there is more than one."""
     model, ids = adapted(folder)
     if ranks > 1:
-        torch.distributed.init_process_group("gloo")
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
         )
@@ -91,50 +90,31 @@ def train(folder: Path, rows_each: int, changes: dict) -> tuple[list[float], dic
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], full_state(model)
 
 
-def process(folder: Path, setting: str, rank: int, port: int):
-    """One of the two processes of a setting; what stops it goes to `error-RANK.txt`."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    if setting == "different bases" and rank == 1:
-        os.environ["FP4"] = '{"scale_rule": "amax"}'
-    try:
-        changes = SETTINGS[setting]
-        result = loop(folder.parent, rank, 2) if changes is None else train(folder, 2, changes)
-        torch.save(result, folder / f"result-{rank}.pt")
-    except Exception:
-        (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
-    os._exit(0)  # process groups of a failed rank would wait for the other
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
-def train_all(folder: Path):
-    """Each setting by two processes, forked so that the libraries are imported once."""
-    fork = multiprocessing.get_context("fork")
-    for setting in SETTINGS:
-        (folder / setting).mkdir()
-        port = free_port()
-        both = [fork.Process(target=process, args=(folder / setting, setting, rank, port)) for rank in (0, 1)]
-        for one in both:
-            one.start()
-        for one in both:
-            one.join(150)
-            one.kill()
+def process(folder: Path):
+    """All settings, one after another, in one of the processes; what stops one goes to `error-RANK.txt`."""
+    rank = int(os.environ["RANK"])
+    for setting, changes in SETTINGS.items():
+        (folder / setting).mkdir(exist_ok=True)
+        os.environ["FP4"] = json.dumps(
+            {"scale_rule": "amax" if setting != "different bases" or rank else "four_over_six"}
+        )
+        try:
+            result = loop(folder, rank, 2) if changes is None else train(folder / setting, 2, changes)
+            torch.save(result, folder / setting / f"result-{rank}.pt")
+        except Exception:
+            (folder / setting / f"error-{rank}.txt").write_text(traceback.format_exc())
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folders of all settings, beside the base. A fresh process forks them: torch's threads survive no fork."""
+    """The folders of all settings, beside the base."""
     from tiny_models import tiny_model
 
     folder = tmp_path_factory.mktemp("distributed")
     tiny_model("qwen3").save_pretrained(folder / "base")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, __file__, str(folder)], env=environment, timeout=900)
+    done = subprocess.run([*launch, "--main_process_port", "0", __file__, str(folder)], env=environment, timeout=300)
     assert done.returncode == 0
     return folder
 
@@ -169,4 +149,4 @@ def test_processes_with_different_bases_are_refused(runs):
 
 
 if __name__ == "__main__":
-    train_all(Path(sys.argv[1]))
+    process(Path(sys.argv[1]))

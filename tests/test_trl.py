@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive quantization noise (which norms, how much, restored exactly), and GRPO on a packed model."""
 
+import contextlib
 import copy
 import json
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -19,6 +21,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import demo_data
 from hf_mxfp4 import FP4Config
+from hf_mxfp4.integrations import trl as trl_module
 from hf_mxfp4.integrations.trl import (
     AdaptiveQuantizationNoise,
     check_grpo_config,
@@ -174,6 +177,32 @@ def test_noise_has_its_sigma_and_leaves_no_trace():
     assert added.std(1).tolist() == pytest.approx([0.1, 0.1], rel=0.03) and added.mean().abs() < 0.003
     assert not torch.equal(*added)
     assert_same(model, before)
+
+
+def test_ctrl_c_while_weights_are_put_back_leaves_no_noise(model, monkeypatch):
+    before, calls, put_back = bits(model), [], trl_module._put_back
+
+    def interrupted(kept):
+        calls.append(kept)
+        put_back(kept[: 2 if len(calls) == 1 else None])
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trl_module, "_put_back", interrupted)
+    with pytest.raises(KeyboardInterrupt), AdaptiveQuantizationNoise().rollout(model, 5, 10):
+        pass
+    assert_same(model, before)
+
+
+def test_noise_does_not_depend_on_default_dtype_and_device(model):
+    expected = with_noise(model, AdaptiveQuantizationNoise(0.5, 0.1))
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            found = with_noise(model, AdaptiveQuantizationNoise(0.5, 0.1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    tiny_models.assert_same_tensors(found, expected)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
@@ -462,3 +491,20 @@ def test_other_ways_to_generate_are_refused(model):
     config.bf16 = True
     with pytest.raises(ValueError, match="float32 would go on in 16 bits"):
         check_grpo_config(config, model)
+
+
+def test_sending_merged_weights_to_vllm_is_refused(model):
+    """What TRL does before its first rollout with use_vllm, with none of our callbacks and without vLLM."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    sync, before = object.__new__(VLLMGeneration), bits(model)
+    sync.model = model
+    sync._dist = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext(), is_fsdp=False)
+    with pytest.raises(ValueError, match="send vLLM the model's parameters.*use_vllm=False"):
+        list(sync._iter_named_params())
+    assert_same(model, before)
+    model.merge_adapter()  # by anyone else
+    assert any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
+    sync.model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(target_modules=["0"]))
+    assert [name for name, _ in sync._iter_named_params()] == ["0.weight", "0.bias"]

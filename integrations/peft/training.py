@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,7 +13,7 @@ import torch
 import transformers
 from accelerate.state import AcceleratorState
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -48,7 +50,7 @@ def prepare_fp4_for_training(
     Raises:
         TypeError: for another object than a transformers or PEFT model.
         ValueError: for a model without packed layers, with merged adapters, compiled, offloaded, loaded under
-            `torch.inference_mode`, or under DeepSpeed ZeRO-3. Nothing is changed then.
+            `torch.inference_mode`, without gradient checkpointing, or under DeepSpeed ZeRO-3. Nothing is changed then.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if hasattr(model, "_orig_mod"):
@@ -56,6 +58,8 @@ def prepare_fp4_for_training(
     if not isinstance(base, transformers.PreTrainedModel):
         raise TypeError(f"expected a transformers or PEFT model, got {type(base).__name__}.")
     _check_trainable(model)
+    if gradient_checkpointing and not base.supports_gradient_checkpointing:
+        raise ValueError(f"{type(base).__name__} has no gradient checkpointing; set gradient_checkpointing=False.")
     if not any(isinstance(module, BaseTunerLayer) for module in model.modules()) and base is model:
         model.requires_grad_(False)
     base.config.get_text_config().use_cache = base.config.use_cache = False
@@ -79,6 +83,7 @@ def _call(base: transformers.PreTrainedModel, what: str, *args) -> None:
 def _packed(model: nn.Module) -> Iterator[tuple[str, PackedModule]]:
     """Packed modules by their names in the bare model, in order."""
     found = {}
+    model = next((m.get_base_model() for m in model.modules() if isinstance(m, PeftModel)), model)
     for name, module in model.named_modules():
         if isinstance(module, PackedModule):
             for wrapper in _WRAPPERS:
@@ -123,8 +128,8 @@ def _check_unmerged(model: nn.Module) -> None:
 def base_fingerprint(model: nn.Module) -> dict:
     """What tells a packed base from another: a digest of its packed tensors, whatever adapters stand around them.
 
-    All scales count, and of the codes of each module evenly spread rows of a mebibyte at most, so that a model of
-    30 billion weights takes seconds.
+    All scales count, and of the codes of each projection evenly spread rows of about a mebibyte, so that a model of 30
+    billion weights takes seconds.
 
     Args:
         model (`torch.nn.Module`): with or without packed modules, adapters, wrappers.
@@ -138,7 +143,7 @@ def base_fingerprint(model: nn.Module) -> dict:
         rule = f", scale_rule={module.recipe.scale_rule}" if module.recipe is not None else ""
         kinds[f"{type(module).__name__}, {module._kind()}{rule}"] += 1
         for key, buffer in sorted(module.named_buffers(recurse=False)):
-            rows = buffer.view(buffer.shape[0], -1) if buffer.ndim > 1 else buffer[:, None]
+            rows = buffer.flatten(0, -2) if buffer.ndim > 1 else buffer[:, None]
             step = max(1, buffer.nbytes // _SAMPLE) if key.endswith("_packed") else 1
             digest.update(f"{key} {tuple(buffer.shape)}".encode())
             digest.update(rows[::step].contiguous().view(torch.uint8).cpu().numpy())
@@ -215,6 +220,30 @@ def _check_ranks(base: dict) -> None:
                 f"process {rank} has another base than process 0: {_describe(other)}, not {_describe(bases[0])}. "
                 "Quantize once, save, and load the saved model in every process."
             )
+
+
+@functools.cache  # a second call adds nothing
+def register() -> None:
+    """Have PEFT refuse what TRL does with vLLM: send it the merged parameters, of which packed matrices are none.
+
+    TRL calls `merge_adapter` for that alone. Merging by anyone else is as before. Safe to call twice.
+    """
+    BaseTuner.merge_adapter = _not_for_vllm(BaseTuner.merge_adapter)
+
+
+def _not_for_vllm(method):
+    @functools.wraps(method)
+    def merge_adapter(self, *args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        layers = (m for m in self.model.modules() if isinstance(m, BaseTunerLayer))
+        if caller.startswith("trl.") and any(isinstance(m.get_base_layer(), PackedModule) for m in layers):
+            raise ValueError(
+                f"{caller} is about to send vLLM the model's parameters, and packed matrices are none: vLLM would "
+                "sample from the weights before training. Set use_vllm=False, for generation by transformers."
+            )
+        return method(self, *args, **kwargs)
+
+    return merge_adapter
 
 
 class StopOnNaN(TrainerCallback):
