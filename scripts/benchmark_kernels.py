@@ -99,11 +99,7 @@ def source_hash() -> str:
 
 
 def describe_device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
-    return f"{found[1].strip() if found else platform.machine()}, {os.cpu_count()} CPUs"
+    return timing.processor(device) + ("" if device.type == "cuda" else f", {os.cpu_count()} CPUs")
 
 
 def environment(device: torch.device) -> dict:

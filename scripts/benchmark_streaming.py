@@ -15,7 +15,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import platform
 import random
 import shutil
 import signal
@@ -29,6 +28,7 @@ from pathlib import Path
 import torch
 import transformers
 
+import timing
 from hf_mxfp4 import FP4Config
 from hf_mxfp4.checkpoint_writer import ShardWriter, TensorSpec, plan_shards, total_size, write_index
 from hf_mxfp4.output_files import sha256
@@ -157,15 +157,10 @@ def benchmark(scratch: Path, gigabytes: float, workers: list[int], formats: list
             runs.append(run)
             print(json.dumps(run), flush=True)
         shutil.rmtree(scratch / f"from_pretrained-{fmt}-None", ignore_errors=True)
-    machine = {"processor": processor(), "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+    processor = timing.processor(torch.device("cpu"))
+    machine = {"processor": processor, "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
     machine |= {"transformers": transformers.__version__, "load": load, "threads": torch.get_num_threads()}
     return {"checkpoint": made, "runs": runs, "machine": machine}
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def table(result: dict) -> str:

@@ -13,6 +13,8 @@ again, and --fresh forgets what is there.
 import contextlib
 import json
 import os
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,6 @@ import transformers
 
 import timing
 import training_arms
-from benchmark_streaming import processor
 from hf_mxfp4 import FP4Config
 from hf_mxfp4.streaming import quantize_checkpoint
 from training_arms import ARMS, BASE, DEMO
@@ -58,6 +59,10 @@ class Options:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1.")
         if self.length < 2:
             raise ValueError(f"length={self.length}; a sequence needs at least 2 tokens to learn from.")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device!r}; allowed: cpu, cuda.")
+        if self.device != "cpu" and not torch.cuda.is_available():
+            raise ValueError(f"device={self.device!r}: torch {torch.__version__} finds no GPU here. Use --device cpu.")
 
 
 def chosen(option: str, text: str, known) -> list[str]:
@@ -98,6 +103,7 @@ class Results:
         return key
 
     def write(self) -> None:
+        self.json.parent.mkdir(parents=True, exist_ok=True)
         for path, text in ((self.json, json.dumps(self.found, indent=1) + "\n"), (self.markdown, render(self.found))):
             partial = path.with_name(path.name + ".partial")
             partial.write_text(text)
@@ -106,9 +112,8 @@ class Results:
 
 def machine(options: Options) -> dict:
     versions = {name: metadata.version(name) for name in LIBRARIES}
-    if options.device == "cpu":
-        return {"processor": processor(), "cores": len(os.sched_getaffinity(0)), **versions}
-    return {"processor": torch.cuda.get_device_name(options.device), **versions}
+    found = {"processor": timing.processor(torch.device(options.device)), **versions}
+    return found | ({"cores": len(os.sched_getaffinity(0))} if options.device == "cpu" else {})
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -120,7 +125,10 @@ def folder_of(model: str, arm: str, scratch: Path) -> Path:
     if not (source / "config.json").exists():
         print(f"{model}: making {source}", flush=True)
         torch.manual_seed(0)
-        training_arms.random_model(source)
+        partial = scratch / f"{model}.partial"  # config.json is written before the weights
+        shutil.rmtree(partial, ignore_errors=True)
+        training_arms.random_model(partial)
+        partial.replace(source)
     config = ARMS[arm].config
     if config is None:
         return source
@@ -175,7 +183,9 @@ def measure_group(results: Results, model: str, checkpointing: bool, options: Op
     for arm in list(rows):
         absent = training_arms.why_absent(ARMS[arm])
         if absent is not None:
-            fail(rows.pop(arm), absent)
+            row = rows.pop(arm)
+            if "seconds" not in row:  # what was measured when it was there stays
+                fail(row, absent)
     results.write()
     if all(len(row.get("seconds", ())) >= rounds for row in rows.values()):
         return
@@ -199,14 +209,10 @@ def measure_group(results: Results, model: str, checkpointing: bool, options: Op
 
 
 def time_steps(results: Results, rows: dict[str, dict], children: dict[str, Child], rounds: int) -> None:
-    """Rounds of a step of each; those of an earlier run count if all who are here took part."""
-    done = {len(rows[arm].get("seconds", ())) for arm in children}
-    if len(done) != 1:
-        done = {0}
-        for arm in children:
-            rows[arm]["seconds"] = []
-    for number in range(done.pop(), rounds):
-        taken = {}
+    """Rounds of a step of each, until all have enough; only steps of the same round are compared."""
+    loads = results.found["loads"]
+    while any(len(rows[arm].get("seconds", ())) < rounds for arm in children):
+        number, taken = len(loads), {}
         for arm in list(children)[:: -1 if number % 2 else 1]:
             try:
                 taken[arm] = children[arm].step()
@@ -214,8 +220,8 @@ def time_steps(results: Results, rows: dict[str, dict], children: dict[str, Chil
                 fail(rows[arm], str(error))
                 children.pop(arm).end()
         for arm, seconds in taken.items():
-            rows[arm].setdefault("seconds", []).append(seconds)
-        results.found["loads"].append(os.getloadavg()[0])
+            rows[arm].setdefault("seconds", {})[str(number)] = seconds
+        loads.append(os.getloadavg()[0])
         results.write()
 
 
@@ -246,6 +252,7 @@ def render(found: dict) -> str:
     versions = ", ".join(f"{name} {here[name]}" for name in LIBRARIES)
     cores = f", {here['cores']} cores, {settings['threads']} thread(s) used" if "cores" in here else ""
     load = f"; load average {min(loads):.1f} to {max(loads):.1f}, of which this benchmark is 1" if loads else ""
+    on_one_thread = settings["device"] == "cpu" and settings["threads"] == 1
     memory = "*resident* is the most resident memory of the process in a step, less that after its imports. "
     lines = [
         "# A training step: memory and speed",
@@ -259,31 +266,35 @@ def render(found: dict) -> str:
         "that learn, and AdamW's states. *kept*: what waits after the forward for the backward. *step*: the most that "
         "a step allocates on top of the first two, *kept* included. *peak*: frozen, learning and step together, and "
         f"as a ratio to bf16 LoRA. {memory if settings['device'] == 'cpu' else ''}Tokens per second: median of the "
-        "steps; *ratio*: to bf16 LoRA in the same round, median (quartiles).",
+        f"steps{', of the CPU time they took' if on_one_thread else ''}; *ratio*: to bf16 LoRA in the same round, "
+        "median (quartiles).",
     ]
     groups = dict.fromkeys((row["model"], row["checkpointing"]) for row in found["runs"])
     for model, checkpointing in groups:
         rows = [row for row in found["runs"] if (row["model"], row["checkpointing"]) == (model, checkpointing)]
         lines += ["", f"## {MODELS[model]}, gradient checkpointing {'on' if checkpointing else 'off'}", ""]
-        lines += table({row["arm"]: row for row in rows}, tokens, settings["device"] == "cpu")
+        lines += table(
+            {arm: row for arm in ARMS for row in rows if row["arm"] == arm}, tokens, settings["device"] == "cpu"
+        )
     return "\n".join(lines) + "\n"
 
 
 def table(rows: dict[str, dict], tokens: int, on_cpu: bool) -> list[str]:
     heads = ["", "frozen", "learning", "kept", "step", "peak", *(["resident"] if on_cpu else []), "tokens/s", "ratio"]
     lines = [f"| {' | '.join(heads)} |", "|---" + "|---:" * (len(heads) - 1) + "|"]
-    samples = {arm: row["seconds"] for arm, row in rows.items() if row.get("seconds") and "failed" not in row}
-    ratios = timing.ratios(samples, BASE)
+    base = rows.get(BASE, {})
     for arm, row in rows.items():
         if "failed" in row or "peak" not in row:
             cells = [row.get("failed", "not measured yet"), *[""] * (len(heads) - 2)]
         else:
-            learning, base = row["learning"] + row["optimizer"], rows.get(BASE, {})
+            learning, seconds = row["learning"] + row["optimizer"], row.get("seconds", {})
             peak = megabytes(total(row)) + (f" ({total(row) / total(base):.2f}x)" if "peak" in base else "")
             cells = [*map(megabytes, (row["frozen"], learning, row["kept"], row["peak"])), peak]
             cells += [megabytes(row["resident"])] if on_cpu else []
-            cells += [f"{tokens / timing.summarize(samples[arm]).us:,.0f}" if arm in samples else ""]
-            ratio = ratios.get(arm)
+            cells += [f"{tokens / statistics.median(seconds.values()):,.0f}" if seconds else ""]
+            same = base.get("seconds", {}).keys() & seconds.keys()
+            pairs = [base["seconds"][number] / seconds[number] for number in same]
+            ratio = timing.summarize(pairs) if pairs else None
             cells += [f"{ratio.us:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else ""]
         label = ARMS[arm].label + (f" ({ARMS[arm].library} {row['version']})" if "version" in row else "")
         lines.append(f"| {' | '.join([label, *cells])} |")
@@ -296,6 +307,7 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results(options)
     with tempfile.TemporaryDirectory(prefix="training-") as temporary:
         scratch = Path(options.scratch or temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
         for model in options.model_names:
             for checkpointing in (False, True):
                 measure_group(results, model, checkpointing, options, scratch)

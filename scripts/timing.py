@@ -4,6 +4,8 @@ machine itself can do (bandwidth, launch floor) is measured the same way."""
 
 import contextlib
 import itertools
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -186,6 +188,15 @@ def machine(device: torch.device) -> dict:
         if clock and torch.version.hip is None:
             found["issue"] = properties.multi_processor_count * 4 * clock * 1e3
     return found
+
+
+def processor(device: torch.device) -> str:
+    """Name of a GPU, or of this machine's CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.is_file() else None
+    return found[1].strip() if found else platform.machine()
 
 
 def _best(work: Call, device: torch.device) -> float:

@@ -9,6 +9,7 @@ each line `step` it reads.
 
 import ctypes
 import gc
+import importlib
 import importlib.util
 import json
 import sys
@@ -98,8 +99,6 @@ def load(arm: Arm, folder: str, device: torch.device, checkpointing: bool) -> to
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         )
-    if arm.config is not None:
-        import hf_mxfp4  # noqa: F401 - registers itself; other arms run without it
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map={"": device}, **options
     )
@@ -220,6 +219,8 @@ def reset_peak() -> bool:
 
 def measure(arm: Arm, folder: str, device: torch.device, checkpointing: bool, batch: int, length: int):
     """Load an arm and take two steps. Returns its `Training`, and what was measured."""
+    for library in [arm.library] if arm.library else ["hf_mxfp4"] if arm.config else []:
+        importlib.import_module(library)  # hf_mxfp4 registers itself; other arms run without it
     imported = resident("VmRSS")
     start = time.perf_counter()
     training = Training(load(arm, folder, device, checkpointing), batch, length)

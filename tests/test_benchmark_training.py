@@ -145,6 +145,28 @@ def test_resumes(run, monkeypatch, capsys):
     assert run(*given, "--batch", "7", "--fresh")[0]["settings"]["batch"] == 7
 
 
+def test_arms_one_after_another(run):
+    """Arms that were measured in other rounds are not compared; what bf16 already has counts on."""
+    run("--models", "demo", "--arms", "bf16,nvfp4")
+    found, text = run("--models", "demo", "--arms", "bf16,mxfp4")
+    steps = {(row["arm"], len(row["seconds"])) for row in found["runs"]}
+    assert len(found["runs"]) == 6 and steps == {("bf16", 10), ("nvfp4", 5), ("mxfp4", 5)}
+    assert text.count("| 819 | 0.80 (0.80-0.80) |") == 4
+    found, text = run("--models", "demo", "--arms", "nvfp4,mxfp4", "--rounds", "2")
+    assert {len(row["seconds"]) for row in found["runs"]} == {10}
+    assert [line[2:7] for line in text.splitlines() if ", LoRA |" in line] == ["bf16,", "NVFP4", "MXFP4"] * 2
+    assert text.count("| 819 | 0.80 (0.80-0.80) |") == 4
+
+
+def test_a_library_that_is_gone(run, monkeypatch):
+    """What was measured with it stays."""
+    monkeypatch.setattr(training_arms, "why_absent", lambda arm: None)
+    monkeypatch.setattr(benchmark.metadata, "version", lambda name: "1.0")
+    found, _ = run("--models", "demo", "--arms", "bf16,qlora")
+    monkeypatch.setattr(training_arms, "why_absent", lambda arm: arm.library and f"{arm.library} is not installed")
+    assert run("--models", "demo", "--arms", "bf16,qlora")[0] == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -152,6 +174,12 @@ def test_resumes(run, monkeypatch, capsys):
         (["--arms", "bf16,int4"], "arms: 'int4'; allowed: bf16, nvfp4"),
         (["--rounds", "0"], "rounds=0; it must be at least 1"),
         (["--length", "1"], "length=1; a sequence needs at least 2"),
+        (["--device", "tpu"], "device='tpu'; allowed: cpu, cuda"),
+        pytest.param(
+            ["--device", "cuda"],
+            "finds no GPU here. Use --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_bad_options(run, arguments, said):
