@@ -22,7 +22,6 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from peft import LoraConfig
 from tqdm import tqdm
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
@@ -30,31 +29,17 @@ import demo_data
 import rewards
 import sft_lora
 import training_memory
-from hf_mxfp4 import FP4Config, load
 from hf_mxfp4.integrations.peft import PackedBaseCheck, StopOnNaN
 from hf_mxfp4.integrations.trl import AdaptiveQuantizationNoise, check_grpo_config
 
-DEMO = Path(__file__).parent / "demo_lm"
 RESULT = "grpo.json"
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass
-class Arguments:
-    """What to train and on what; the rest is `trl.GRPOConfig`."""
+class Arguments(sft_lora.ModelArguments):
+    """What to train, as scripts/sft_lora.py has it, and on what; the rest is `trl.GRPOConfig`."""
 
     model: str = field(default="demo", metadata={"help": "folder or name on the Hub, packed or not; demo"})
-    format: str | None = field(
-        default=None,
-        metadata={"help": "nvfp4 (if not given), mxfp4, or none; leave it out for packed models"},
-    )
-    fp4: dict | str | None = field(default=None, metadata={"help": "further fields of FP4Config (JSON)"})
-    dtype: str = field(default="bfloat16", metadata={"help": "of what is not packed"})
-    lora_rank: int = field(default=16, metadata={"help": "r of the adapters"})
-    lora_alpha: float = field(default=32, metadata={"help": "scaling times r"})
-    lora_targets: list[str] = field(default_factory=lambda: ["all-linear"], metadata={"help": "or names"})
-    lora_parameters: list[str] | None = field(default=None, metadata={"help": "experts, as mlp.experts.down_proj"})
-    lora: dict | str | None = field(default=None, metadata={"help": "further fields of LoraConfig (JSON)"})
     noise: bool = field(default=True, metadata={"help": "adaptive quantization noise (AQN) in rollouts"})
     sigma_start: float = field(default=1e-2, metadata={"help": "AQN: of its first stage"})
     sigma_end: float = field(default=1e-4, metadata={"help": "AQN: of its last stage"})
@@ -80,8 +65,7 @@ class Arguments:
     dry_run: bool = field(default=False, metadata={"help": "load, print the memory estimate, and stop"})
 
     def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}; allowed: {', '.join(DTYPES)}.")
+        super().__post_init__()
         if "{prompt}" not in self.template:
             raise ValueError(f"template={self.template!r} does not contain {{prompt}}.")
         for name, least in (("problems", 1), ("held_out", 0)):
@@ -115,25 +99,9 @@ class Progress(transformers.TrainerCallback):
 
 
 def load_model(arguments: Arguments, config: GRPOConfig):
-    """Model and tokenizer; quantized while it loads, unless it is packed already or format is none."""
-    source = str(DEMO) if arguments.model == "demo" else arguments.model
-    fields = sft_lora.as_dict("fp4", arguments.fp4)
-    stored = getattr(transformers.AutoConfig.from_pretrained(source), "quantization_config", None)
-    if stored is not None and (arguments.format is not None or fields):
-        raise ValueError(f"{source} is quantized already; leave format and fp4 out to train on it as it is.")
-    if arguments.format == "none" and fields:
-        raise ValueError(f"fp4={fields}: format=none packs nothing; leave one of the two out.")
-    options = {"dtype": getattr(torch, arguments.dtype)}
-    device = PartialState(cpu=config.use_cpu).device
-    if device.type != "cpu":
-        options["device_map"] = {"": device}
-    if stored is not None:
-        model = load(source, **options)
-    else:
-        if arguments.format != "none":
-            options["quantization_config"] = FP4Config(**{"format": arguments.format or "nvfp4"} | fields)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    """Model and tokenizer, told what else ends a completion."""
+    model = arguments.base()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
     if arguments.stop is not None:
         ids = tokenizer(arguments.stop, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
@@ -269,6 +237,7 @@ def memory(trainer: GRPOTrainer, config: GRPOConfig, prompt: int) -> dict[str, i
 
 def run(argv: list[str]) -> dict:
     arguments, config = TrlParser((Arguments, GRPOConfig)).parse_args_and_config(argv)
+    PartialState(cpu=config.use_cpu)  # once and for all
     output = Path(config.output_dir)
     checkpoint = last_checkpoint(arguments, output)
     functions = {name: rewards.checked(rewards.load(name), name) for name in arguments.reward}
@@ -279,21 +248,13 @@ def run(argv: list[str]) -> dict:
     model, tokenizer = load_model(arguments, config)
     check_grpo_config(config, model)
     train, held_out = load_data(arguments, chat=tokenizer.chat_template is not None)
-    targets = arguments.lora_targets
-    lora = LoraConfig(
-        r=arguments.lora_rank,
-        lora_alpha=arguments.lora_alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-        target_parameters=arguments.lora_parameters,
-        **sft_lora.as_dict("lora", arguments.lora),
-    )
     trainer = GRPOTrainer(
         model,
         list(functions.values()),
         config,
         train_dataset=train,
         processing_class=tokenizer,
-        peft_config=lora,
+        peft_config=arguments.lora_config(),
         callbacks=[PackedBaseCheck(), StopOnNaN(), *([aqn] if aqn else []), Progress()],
     )
     if aqn:  # first, so that trackers are told its values

@@ -38,6 +38,7 @@ from hf_mxfp4.integrations.peft.merging import merge_to_bf16
 DEMO_MODEL = Path(__file__).parent / "demo_lm"
 FORMATS = ("nvfp4", "mxfp4", "bf16")
 MERGES = ("none", "fp4", "bf16")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass
@@ -46,11 +47,13 @@ class ModelArguments:
 
     model: str = dataclasses.field(metadata={"help": "folder, name on the Hub, or `demo` (scripts/demo_lm)"})
     format: str | None = dataclasses.field(
-        default=None, metadata={"help": "nvfp4, mxfp4 or bf16 (not packed); a packed checkpoint is taken as it is"}
+        default=None,
+        metadata={"help": "nvfp4 (if not given), mxfp4, or bf16 (not packed); leave it out for a packed checkpoint"},
     )
     fp4: dict | str | None = dataclasses.field(default=None, metadata={"help": "further fields of FP4Config (JSON)"})
+    dtype: str = dataclasses.field(default="bfloat16", metadata={"help": "of what is not packed"})
     lora_r: int = dataclasses.field(default=16, metadata={"help": "rank"})
-    lora_alpha: int = dataclasses.field(default=32, metadata={"help": "scaling is alpha / r"})
+    lora_alpha: float = dataclasses.field(default=32, metadata={"help": "scaling is alpha / r"})
     lora_dropout: float = 0.0
     lora_targets: list[str] = dataclasses.field(
         default_factory=lambda: ["all-linear"], metadata={"help": "module names, or all-linear"}
@@ -63,6 +66,8 @@ class ModelArguments:
     def __post_init__(self):
         if self.format not in (None, *FORMATS):
             raise ValueError(f"format={self.format!r}; allowed: {', '.join(FORMATS)}, or none given.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}; allowed: {', '.join(DTYPES)}.")
         self.fp4, self.lora = as_dict("fp4", self.fp4), as_dict("lora", self.lora)
         if self.format == "bf16" and self.fp4:
             raise ValueError("fp4 has fields of FP4Config, and format=bf16 packs nothing; leave one of them out.")
@@ -79,10 +84,10 @@ class ModelArguments:
                 raise ValueError(
                     f"{self.model} is quantized already; leave format and fp4 out to train on it as it is."
                 )
-            return load(self.model, dtype=torch.bfloat16, **where)
+            return load(self.model, dtype=getattr(torch, self.dtype), **where)
         config = None if self.format == "bf16" else FP4Config(**{"format": self.format or "nvfp4"} | self.fp4)
         auto = transformers.AutoModelForCausalLM
-        return auto.from_pretrained(self.model, dtype=torch.bfloat16, quantization_config=config, **where)
+        return auto.from_pretrained(self.model, dtype=getattr(torch, self.dtype), quantization_config=config, **where)
 
     def lora_config(self) -> peft.LoraConfig:
         targets = self.lora_targets[0] if self.lora_targets == ["all-linear"] else self.lora_targets

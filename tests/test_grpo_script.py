@@ -53,7 +53,7 @@ def arguments(tiny, tmp_path):
         "learning_rate": 1e-2,
         "problems": 20,
         "held_out": 3,
-        "lora_rank": 2,
+        "lora_r": 2,
         "noise_stages": 3,
         "reward": "rewards:short",
         "report_to": "none",
@@ -128,7 +128,7 @@ def test_data_files_templates_and_chat(arguments, tiny, tmp_path, monkeypatch):
 
 
 def test_dry_run_writes_nothing(arguments, tmp_path, capsys):
-    assert grpo.run([*arguments(format="none"), "--dry_run"]) == {}
+    assert grpo.run([*arguments(format="bf16"), "--dry_run"]) == {}
     printed = capsys.readouterr().out
     assert "other weights" in printed and "packed weights" not in printed
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
@@ -139,7 +139,7 @@ def test_a_packed_model_is_taken_as_it_is(tiny, arguments, tmp_path, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny, quantization_config=FP4Config(format="mxfp4"))
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
-    for changes in ({"format": "nvfp4"}, {"format": "none"}, {"fp4": '{"scale_rule": "amax"}'}):
+    for changes in ({"format": "nvfp4"}, {"format": "bf16"}, {"fp4": '{"scale_rule": "amax"}'}):
         with pytest.raises(ValueError, match="quantized already"):
             grpo.run(arguments(model=folder, **changes))
     grpo.run([*arguments(model=folder), "--dry_run"])
@@ -172,13 +172,13 @@ def test_shipped_configs_are_read(name, tmp_path):
         ({"fp4": "[1]"}, "not a mapping"),
         ({"fp4": "{"}, "is not JSON"),
         ({"format": "int4"}, "int4"),
-        ({"format": "none", "fp4": '{"scale_rule": "amax"}'}, "packs nothing"),
+        ({"format": "bf16", "fp4": '{"scale_rule": "amax"}'}, "packs nothing"),
         ({"dtype": "int8"}, "dtype='int8'; allowed: bfloat16"),
         ({"data": "none.jsonl"}, "there is no file none.jsonl"),
         ({"prompt_column": "question"}, "it has prompt, answer"),
         ({"template": "no"}, "does not contain"),
         ({"problems": 0}, "problems=0"),
-        ({"lora_rank": 0}, "`r`"),
+        ({"lora_r": 0}, "`r`"),
         ({"use_vllm": True}, "use_vllm=False"),
         ({"resume": True}, "there is no checkpoint"),
     ],
