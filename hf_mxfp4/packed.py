@@ -18,7 +18,7 @@ from hf_mxfp4.quantization import fake_quantize
 from hf_mxfp4.recipe import Recipe
 from hf_mxfp4.reference import byte_pairs, scatter_outliers
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 _PAIRS = {2: torch.int32, 4: torch.int64}  # two elements as one
 _OUTLIERS = tuple(f"outlier_{name}" for name in Outliers._fields)
 TRANSFORMS = ("pre_quant_scale", "hadamard")  # of a module's input, before the product
@@ -203,7 +203,7 @@ class PackedModule(nn.Module):
         finally:
             self._buffers = buffers
         for name, buffer in buffers.items():
-            integers = buffer.view(_INTEGERS[buffer.itemsize])
+            integers = buffer.view(INTEGERS[buffer.itemsize])
             moved = fn(integers)
             moved = moved if moved.dtype == integers.dtype else integers.to(moved.device)
             buffers[name] = moved.view(buffer.dtype)

@@ -256,6 +256,14 @@ def outlier_rows(outliers: Outliers) -> tuple[torch.Tensor, slice]:
     return row.repeat_interleave(outliers.offsets.diff().to(torch.int64)), entries
 
 
+def outlier_mask(outliers: Outliers, columns: int) -> torch.Tensor:
+    """bool `[rows, columns]`: where the outliers are; `outliers.collect` the other way round."""
+    row, entries = outlier_rows(outliers)
+    mask = torch.zeros((outliers.offsets.numel() - 1, columns), dtype=torch.bool, device=outliers.offsets.device)
+    mask[row, outliers.columns[entries].to(torch.int64)] = True
+    return mask
+
+
 def byte_pairs(device: torch.device) -> torch.Tensor:
     """What `decode_rows` looks bytes up in: the two float32 values of each byte as one int64, `[256]`."""
     codes = unpack(torch.arange(256, dtype=torch.uint8, device=device)[:, None])

@@ -17,7 +17,7 @@ from hf_mxfp4.formats import QuantizedTensor
 from hf_mxfp4.integrations.peft.requantization import requantize
 from hf_mxfp4.macro_block import block_factors
 from hf_mxfp4.modules import FP4Linear
-from hf_mxfp4.reference import dequantize, outlier_rows
+from hf_mxfp4.reference import dequantize, outlier_mask
 
 TOLERANCE = 1e-9  # between the error and the sum of its parts, relative to the largest weight: both are float64
 
@@ -189,7 +189,9 @@ class _Errors:
     def add(self, name: str, quantized: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """Count the error of a quantized float32 `[N, K]`; returns it dequantized."""
         after = dequantize(quantized, torch.float32)
-        kept = outlier_mask(quantized, weight.shape)
+        kept = torch.zeros_like(weight, dtype=torch.bool)
+        if quantized.outliers is not None:
+            kept = outlier_mask(quantized.outliers, weight.shape[1])
         free = weight.masked_fill(kept, 0)  # as the encoder sees it
         scale = real_scales(quantized)
         error = after.double() - weight.double()
@@ -215,7 +217,8 @@ class _Errors:
 
 def by_rule(base: FP4Linear, weight: torch.Tensor, name: str) -> QuantizedTensor:
     """Another weight float32 `[N, K]` quantized as a layer's own was, with outliers in the same places."""
-    kept = outlier_mask(base.quantized, weight.shape) if base.quantized.outliers is not None else None
+    outliers = base.quantized.outliers
+    kept = None if outliers is None else outlier_mask(outliers, weight.shape[1])
     quantized = base.recipe.quantize(weight, name, keep=kept)
     if kept is None:
         return quantized
@@ -231,12 +234,3 @@ def real_scales(quantized: QuantizedTensor) -> torch.Tensor:
     if quantized.macro is not None:
         scale = scale * block_factors(quantized.macro, scale.shape[-1], quantized.format.block_size)
     return scale
-
-
-def outlier_mask(quantized: QuantizedTensor, shape: torch.Size) -> torch.Tensor:
-    """bool `[N, K]`: the entries kept in 16 bits."""
-    mask = torch.zeros(shape, dtype=torch.bool, device=quantized.packed.device)
-    if quantized.outliers is not None:
-        row, entries = outlier_rows(quantized.outliers)
-        mask[row, quantized.outliers.columns[entries].to(torch.int64)] = True
-    return mask

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from hf_mxfp4.blocks import row_chunks
 from hf_mxfp4.formats import E2M1_MAX, E4M3_MAX, MACRO_BLOCK, Outliers, QuantizedTensor
 from hf_mxfp4.modules import FP4Experts, FP4Linear
-from hf_mxfp4.packed import TRANSFORMS, PackedModule, dense_copy
+from hf_mxfp4.packed import INTEGERS, TRANSFORMS, PackedModule, dense_copy
 from hf_mxfp4.recipe import Recipe
-from hf_mxfp4.reference import decode_rows, encode
+from hf_mxfp4.reference import decode_rows, encode, outlier_mask
 from hf_mxfp4.scales import ScaleOptions, Scales
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 _TIE = 1e-4  # errors this close to each other, relatively, are equal
 _E4M3_EDGE = 464.0  # what is below rounds to 448, the largest E4M3 number
 _SINGULAR = 1e-6  # of an input transform: its smallest singular value, relative to the largest
@@ -38,7 +37,7 @@ class Stash:
         bias = module.bias if isinstance(module, FP4Linear) else None
         self.prefix, self.record = prefix, vars(module).get("_merges", {}).get(prefix)
         self.dtypes = {name: buffer.dtype for name, buffer in buffers.items()}
-        self.integers = {name: buffer.view(_INTEGERS[buffer.itemsize]) for name, buffer in buffers.items()}
+        self.integers = {name: buffer.view(INTEGERS[buffer.itemsize]) for name, buffer in buffers.items()}
         self.bias = None if bias is None else bias.data
 
     def apply(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -129,7 +128,9 @@ def requantize(module: PackedModule, prefix: str, dense: torch.Tensor, expert: i
     values = _packed_basis(module, dense, name).to(torch.float32)
     if not bool(values.isfinite().all()):
         raise ValueError(f"{name}: {int((~values.isfinite()).sum())} of {values.numel()} values are NaN or Inf.")
-    keep = None if "outlier_columns" not in own else _outlier_mask(own, shape)
+    keep = None
+    if "outlier_values" in own:
+        keep = outlier_mask(Outliers(*(own[f"outlier_{field}"] for field in Outliers._fields)), shape[1])
     parts, octaves = _tensor_scales(module, prefix, own), 0
     if parts is not None:
         free = values if keep is None else values.masked_fill(keep, 0)
@@ -270,15 +271,6 @@ def _closer(values: torch.Tensor, own: dict[str, torch.Tensor], new: QuantizedTe
     return new
 
 
-def _outlier_mask(own: dict[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
-    """bool `[N, K]`: the entries kept in 16 bits."""
-    offsets = own["outlier_offsets"].to(torch.int64)
-    rows = torch.arange(shape[0], device=offsets.device).repeat_interleave(offsets.diff())
-    mask = torch.zeros(shape, dtype=torch.bool, device=offsets.device)
-    mask[rows, own["outlier_columns"][offsets[0] : offsets[-1]].to(torch.int64)] = True
-    return mask
-
-
 def _packed_basis(module: PackedModule, dense: torch.Tensor, name: str) -> torch.Tensor:
     """Weights `[N, K]` for the input before its transforms, as the transformed input meets them."""
     scale, hadamard = (module._buffers.get(transform) for transform in TRANSFORMS)
@@ -329,7 +321,7 @@ def _load(module: PackedModule, prefix: str, parts: list[dict[str, torch.Tensor]
     for name in parts[0].keys() - {f"outlier_{field}" for field in Outliers._fields}:
         tensors = [part[name] for part in parts]
         buffer = module._buffers[f"{prefix}_{name}"]
-        integer = _INTEGERS[buffer.itemsize]
+        integer = INTEGERS[buffer.itemsize]
         joined[name] = torch.stack([t.view(integer) for t in tensors]).view(buffer.dtype).view(buffer.shape)
     if "outlier_offsets" in parts[0]:
         offsets, values, columns, start = [], [], [], 0
@@ -337,7 +329,7 @@ def _load(module: PackedModule, prefix: str, parts: list[dict[str, torch.Tensor]
             own = part["outlier_offsets"]
             entries = slice(int(own[0]), int(own[-1]))
             values.append(part["outlier_values"][entries])
-            columns.append(part["outlier_columns"][entries].view(_INTEGERS[part["outlier_columns"].itemsize]))
+            columns.append(part["outlier_columns"][entries].view(INTEGERS[part["outlier_columns"].itemsize]))
             offsets.append(own[:-1] - own[0] + start)
             start += entries.stop - entries.start
         dtype = parts[0]["outlier_columns"].dtype
