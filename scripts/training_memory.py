@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from hf_mxfp4.packed import PackedModule
+from training_arms import storage_bytes
 
 PROBES = (32, 64)  # tokens
 _TILE_TOKENS, _TILE_COLUMNS = 4096, 8192  # of TRL's fused output head (trl/kernels/chunked_logprob.py)
@@ -58,7 +59,7 @@ def estimate(model, work: Work) -> dict[str, int]:
         raise ValueError(f"{meta[0]} is on the meta device (offloaded): its memory cannot be estimated.")
     packed = [module for module in model.modules() if isinstance(module, PackedModule)]
     packed_bytes = sum(_bytes(buffer) for module in packed for buffer in module.buffers(recurse=False))
-    resident = _resident(model)
+    resident = storage_bytes((*model.parameters(), *model.buffers()))
     parts = {
         "packed weights": packed_bytes,
         "other weights": resident - packed_bytes - trained,
@@ -96,14 +97,6 @@ def describe(parts: dict[str, int]) -> str:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def _resident(model) -> int:
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
-    }
-    return sum(storages.values())
 
 
 def _optimizer_bytes(name: str, trained: int) -> int:
